@@ -1,0 +1,89 @@
+"""Finding schemes: built-in TOML files, a user's own file, and `--set` overrides of single fields."""
+
+import json
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvcompile.errors import SchemeError
+from kvcompile.scheme.model import Scheme, reset_section
+
+_BUILTIN = files("kvcompile.scheme") / "builtin"
+
+
+def builtin_names() -> list[str]:
+    """Names of the schemes that come with kvcompile, sorted."""
+    return sorted(f.name.removesuffix(".toml") for f in _BUILTIN.iterdir() if f.name.endswith(".toml"))
+
+
+def scheme_text(name_or_path: str) -> str:
+    """The TOML text of a built-in scheme or of a file; raises SchemeError when there is neither."""
+    if name_or_path in builtin_names():
+        return (_BUILTIN / f"{name_or_path}.toml").read_text("utf-8")
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise SchemeError(
+            f"unknown scheme '{name_or_path}': it is neither built in ({', '.join(builtin_names())}) nor a TOML file; "
+            "see 'kvcompile schemes list'"
+        )
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SchemeError(f"scheme file {path} cannot be read: {error}") from error
+
+
+def load_scheme(name_or_path: str, overrides: tuple[str, ...] | list[str] = ()) -> Scheme:
+    """A validated scheme from a built-in name or a TOML file, with overrides such as ``key.clip.ratio=0.95``.
+
+    Raises SchemeError naming the file and every field that is wrong.
+    """
+    try:
+        document = tomllib.loads(scheme_text(name_or_path))
+    except tomllib.TOMLDecodeError as error:
+        raise SchemeError(f"scheme file {name_or_path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(document, override)
+    return parse_scheme(document, where=name_or_path)
+
+
+def parse_scheme(document: dict[str, Any], where: str) -> Scheme:
+    """Validate a scheme given as plain data; `where` names it in the error."""
+    try:
+        return Scheme.model_validate(document)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc']) or 'scheme'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        )
+        raise SchemeError(f"scheme {where} is invalid: {problems}") from error
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    """Set one dotted field of a scheme document in place."""
+    path, separator, text = override.partition("=")
+    if not separator or not path:
+        raise SchemeError(f"--set {override}: expected FIELD=VALUE, for example key.clip.ratio=0.95")
+    value = _parse_value(text)
+    *parents, leaf = path.split(".")
+    section = document
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise SchemeError(f"--set {override}: '{parent}' is a value, not a section")
+    if leaf == "kind" and section.get("kind") != value:
+        replacement = reset_section(section, value)
+        section.clear()
+        section.update(replacement)
+    else:
+        section[leaf] = value
+
+
+def _parse_value(text: str) -> Any:
+    """JSON where it is JSON (numbers, true, false), else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
