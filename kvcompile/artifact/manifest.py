@@ -1,0 +1,172 @@
+"""The manifest `kvcompile.json`: everything a runtime or an exporter must know about a converted checkpoint.
+
+A reader accepts any manifest of its own major schema version; fields it does not know are ignored there, and a newer
+major version is refused. The JSON Schema is published beside this file (`manifest.schema.json`).
+"""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvcompile.codec import PageFormat, RowFormat
+from kvcompile.errors import ArtifactError
+from kvcompile.scheme import Scheme
+
+MANIFEST_NAME = "kvcompile.json"
+SIDECAR_NAME = "kvcompile.safetensors"
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+
+
+class Record(BaseModel):
+    """A part of the manifest: immutable; unknown fields of a newer minor version are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Producer(Record):
+    """Versions of the software that wrote the artifact."""
+
+    kvcompile: str
+    torch: str
+    transformers: str
+
+
+class Source(Record):
+    """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay)."""
+
+    name: str
+    model_type: str
+    architecture: str
+    path: str | None = None
+
+
+class Weights(Record):
+    """The weights that the sidecar belongs to.
+
+    `mode` is fold (W_V and W_O are rotated, files lie beside the manifest) or overlay (the source's weights, unchanged).
+    `files` and `projections` are sha256 digests: of whole files, and of every W_V, b_V and W_O of a compiled layer.
+    """
+
+    mode: Literal["fold", "overlay"]
+    files: dict[str, str]
+    projections: dict[str, str]
+
+
+class Encoding(Record):
+    """The byte-level rules, in words; `docs/manifest.md` has the full specification."""
+
+    page_tokens: Literal[64] = 64
+    page_layout: str = "key codes [64][D/n], value codes transposed [D/n][64], key meta [N][64], value meta [N][64]"
+    packing: str = "n = 8/bits codes per byte; byte j = sum_i code[j + i*D/n] << (bits*i)"
+    metadata: str = "int32 little endian: bf16 zero_point << 16 | bf16 scale"
+    dequantize: str = "x = (code - zero_point) * scale"
+    rounding: str = "scale = bf16((hi - lo) / (2^bits - 1)); zero_point = bf16(-lo / scale); code = clip(rint(x / scale + zero_point))"
+    clip: str = "tau = sort(|row|)[min(int(ratio * D), D - 1)] over the whole rotated head; x = clip(x, -tau, tau)"
+    constant_group: str = "a group whose scale is below 1e-30 has scale |lo| (1 if 0), zero_point -lo / scale, codes 0"
+    window: str = "the first `sink` and at least the last `recent` tokens stay bf16, rotated; history leaves in whole pages"
+    rotation: str = "row vectors: x_rotated = x @ R, R [num_key_value_heads, D, D] float32, then rounded to bf16"
+
+
+class RowRecord(Record):
+    """What one layer does to its keys or its values; `rotation` names a sidecar tensor, or is None for the identity."""
+
+    rotation: str | None
+    apply: Literal["online", "folded"]
+    clip_ratio: float
+    bits: int
+    group_size: int
+
+
+class LayerRecord(Record):
+    """One decoder layer; `key` and `value` are None where the layer keeps its own cache, and `reason` says why."""
+
+    index: int
+    kind: str
+    reason: str
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    key: RowRecord | None
+    value: RowRecord | None
+    metrics: dict[str, float] = {}
+
+    def page_format(self) -> PageFormat:
+        """The byte format of this layer's pages; only for compiled layers."""
+        assert self.key is not None and self.value is not None
+        return PageFormat(
+            RowFormat(self.head_dim, self.key.bits, self.key.group_size, self.key.clip_ratio),
+            RowFormat(self.head_dim, self.value.bits, self.value.group_size, self.value.clip_ratio),
+        )
+
+
+class Sidecar(Record):
+    """The tensors beside the weights."""
+
+    file: str = SIDECAR_NAME
+    sha256: str
+    shapes: dict[str, list[int]]
+
+
+class CalibrationRecord(Record):
+    """Where the statistics come from."""
+
+    text: str
+    text_sha256: str
+    tokens: int
+    sequence_length: int
+    seed: int
+
+
+class Manifest(Record):
+    """The whole of `kvcompile.json`."""
+
+    schema_version: str = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
+    producer: Producer
+    source: Source
+    weights: Weights
+    scheme: Scheme
+    encoding: Encoding = Encoding()
+    layers: list[LayerRecord]
+    sidecar: Sidecar
+    calibration: CalibrationRecord | None
+    bits_per_element: dict[str, float]
+    metrics: dict[str, float]
+
+    @property
+    def compiled(self) -> list[LayerRecord]:
+        """The layers whose cache is packed."""
+        return [layer for layer in self.layers if layer.key is not None]
+
+    def to_json(self) -> str:
+        """The text of `kvcompile.json`; equal manifests give equal bytes."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a converted directory; raises ArtifactError when there is none, or none this version can read."""
+    path = directory / MANIFEST_NAME
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        version = str(document["schema_version"])
+        major = int(version.split(".")[0])
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{directory} is no converted checkpoint: {MANIFEST_NAME} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path} is not a readable manifest; convert the model again") from error
+    if major > SCHEMA_MAJOR:
+        raise ArtifactError(
+            f"{path} has schema version {version}, but this kvcompile reads up to {SCHEMA_MAJOR}.x; upgrade kvcompile"
+        )
+    try:
+        return Manifest.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ArtifactError(f"{path} is not a valid manifest: {where}: {first['msg']}") from error
+
+
+def manifest_schema() -> dict[str, object]:
+    """The JSON Schema of the manifest, as published in the package."""
+    return {"$id": f"https://kvcompile.dev/schema/manifest-{SCHEMA_MAJOR}.json", **Manifest.model_json_schema()}
