@@ -7,6 +7,7 @@ and the attention output S V. So both targets of seed 000 come from activations 
 score matrix S is never materialised.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class LayerStatistics:
 
 
 class Recorder:
-    """Collects the statistics of the layers it was made for; other layers pass through unseen.
+    """Collects the statistics of the layers it was made for; other layers pass through unseen. `seconds` is the time it took.
 
     `targets` are of query (C_Q), score_value (C_S), key and value. Every `stride`-th token from `skip` on is sampled.
     """
@@ -65,11 +66,13 @@ class Recorder:
     def __init__(self, layers: dict[int, int], targets: frozenset[str], stride: int, skip: int):
         self.num_kv_of_layer, self.targets, self.stride, self.skip = layers, targets, stride, skip
         self.layers: dict[int, LayerStatistics] = {}
+        self.seconds = 0.0
 
     def observe(self, index: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, out_BTHD: Tensor) -> None:
         """Take in one attention call of layer `index`."""
         if index not in self.num_kv_of_layer:
             return
+        started = time.perf_counter()
         num_kv = self.num_kv_of_layer[index]
         if index not in self.layers:
             moments = {t: Moments.zeros(num_kv, q_BHTD.shape[-1], q_BHTD.device) for t in sorted(self.targets)}
@@ -84,8 +87,9 @@ class Recorder:
         for target, moments in layer.moments.items():
             moments.add(rows[target]())
         skip = self.skip if k_BKTD.shape[2] > 2 * self.skip else 0
-        layer.keys.append(k_BKTD[:, :, skip :: self.stride].transpose(0, 1).flatten(1, 2).cpu())
-        layer.values.append(v_BKTD[:, :, skip :: self.stride].transpose(0, 1).flatten(1, 2).cpu())
+        layer.keys.append(_sample(k_BKTD, skip, self.stride))
+        layer.values.append(_sample(v_BKTD, skip, self.stride))
+        self.seconds += time.perf_counter() - started
 
 
 _active: Recorder | None = None
@@ -114,6 +118,11 @@ def _observe_attention(
 def _rows_per_kv_head(x_BHTD: Tensor, num_kv: int) -> Tensor:
     """``[B, K G, T, D]`` to ``[K, G B T, D]``: all rows that belong to one KV head."""
     return x_BHTD.unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3, 4).flatten(1, 3)
+
+
+def _sample(x_BKTD: Tensor, skip: int, stride: int) -> Tensor:
+    """Every `stride`-th token as rows ``[K, n, D]`` on the CPU; a copy, so that the activation itself can go."""
+    return x_BKTD[:, :, skip::stride].transpose(0, 1).flatten(1, 2).cpu().clone()
 
 
 AttentionInterface.register(OBSERVER, _observe_attention)

@@ -3,42 +3,37 @@
    Compiled at run time by kernels/cpu.py, once per geometry, with -D of HEAD_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
    VALUE_GROUP and QUERIES (query heads per KV head). No intrinsics: GCC vector extensions, one token per lane.
 
-   1. A page's codes always lie along lanes of *tokens*: value codes are stored so, key codes are transposed as 32-bit words.
-      A code is taken out by one mask and one int-to-float conversion and never shifted: the code at bit p reads as
-      code * 2^p, and 2^-p is folded into the query (keys) or into the result (values). So there is no horizontal sum.
-   2. Scale s and zero z stay outside: logit = s * (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per group.
-   3. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial results
+   1. Codes are read as 32-bit words with tokens along the lanes: value codes are stored so, key codes are transposed.
+      A code is taken out by one mask and one int-to-float conversion and is not shifted: at bit p it reads as code * 2^p,
+      and 2^-p is folded into the query (keys), the weight and the result (values). No horizontal sums.
+   2. Four tokens share a word of value codes, so inside a page tokens are worked on in the order of token_at().
+   3. Scale s and zero z stay outside: logit = s * (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per group.
+   4. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial results
       are merged in order, so the result depends on the number of threads but not on who did what. */
 
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 enum {
-    PAGE = 64,         /* tokens of a page */
-    BLOCK_PAGES = 8,   /* pages per step of the online softmax */
+    PAGE = 64,       /* tokens of a page */
+    BLOCK_PAGES = 8, /* pages per step of the online softmax */
     BLOCK = PAGE * BLOCK_PAGES,
     TASKS_PER_THREAD = 4,
     D = HEAD_DIM,
     G = QUERIES,
     KEY_GROUPS = D / KEY_GROUP,
     VALUE_GROUPS = D / VALUE_GROUP,
-    KEY_CODES = 8 / KEY_BITS,      /* codes of a byte; code i of byte j is channel j + i KEY_ROW */
-    VALUE_CODES = 8 / VALUE_BITS,
-    KEY_ROW = D / KEY_CODES,       /* bytes of a token */
-    VALUE_ROW = D / VALUE_CODES,
+    KEY_ROW = D * KEY_BITS / 8, /* bytes of a token; code i of byte j is channel j + i KEY_ROW */
+    VALUE_ROW = D * VALUE_BITS / 8,
     VALUE_OFFSET = PAGE * KEY_ROW,
     KEY_META = VALUE_OFFSET + PAGE * VALUE_ROW,
     VALUE_META = KEY_META + PAGE * 4 * KEY_GROUPS,
     PAGE_BYTES = VALUE_META + PAGE * 4 * VALUE_GROUPS,
 #if defined(__AVX512F__)
-    LANES = 16, QUERY_BLOCK = 4,   /* 16 accumulators of 32 registers */
+    LANES = 16, QUERY_BLOCK = 4, /* 16 accumulators of 32 registers */
 #elif defined(__AVX__)
-    LANES = 8, QUERY_BLOCK = 2,    /* 8 of 16 */
+    LANES = 8, QUERY_BLOCK = 2, /* 8 of 16 */
 #else
     LANES = 4, QUERY_BLOCK = 4,
 #endif
@@ -48,8 +43,8 @@ enum {
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
+#define LOWEST -1e30f /* stands for minus infinity, which -ffast-math does not know */
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -58,20 +53,25 @@ typedef struct { /* running softmax of one task */
 } Partial;
 
 typedef struct { /* what a thread works in */
-    Floats acc[G][D];                     /* packed values, lanes not yet summed, code i scaled by 2^(i VALUE_BITS) */
-    float zero[G][VALUE_GROUPS];          /* sum of p s z */
+    Floats acc[G][D];         /* packed values: lanes not yet summed, code i still times 2^(i VALUE_BITS) */
+    Floats zero[VALUE_GROUPS][G]; /* sum of p s z over a block */
     float q[G][D], q_code[G][D], q_sum[G][KEY_GROUPS];
-    float logit[G][BLOCK], weight[VALUE_GROUPS][G][BLOCK];
-    int32_t words[KEY_ROW / 4][PAGE];     /* key codes of a page, transposed */
+    float logit[G][BLOCK], weight[VALUE_GROUPS][G][BLOCK], scale[VALUE_GROUPS][BLOCK], scale_zero[VALUE_GROUPS][BLOCK];
+    int32_t key_word[KEY_ROW / 4][PAGE], key_meta[KEY_GROUPS][PAGE];
 } Scratch;
 
-static _Thread_local Scratch scratch;
-
-INLINE float bf16(uint16_t x) { uint32_t bits = (uint32_t)x << 16; float f; memcpy(&f, &bits, 4); return f; }
-INLINE Ints load(const int32_t *p) { Ints x; memcpy(&x, p, sizeof x); return x; }
-INLINE Ints load_bytes(const uint8_t *p) { Bytes x; memcpy(&x, p, sizeof x); return __builtin_convertvector(x, Ints); }
+INLINE float bits_to_float(uint32_t x) { float f; memcpy(&f, &x, 4); return f; }
+INLINE float bf16(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
+INLINE Ints load(const void *p) { Ints x; memcpy(&x, p, sizeof x); return x; }
 INLINE Floats load_floats(const float *p) { Floats x; memcpy(&x, p, sizeof x); return x; }
-INLINE Floats to_float(Ints x) { return __builtin_convertvector(x, Floats); }
+
+INLINE int token_at(int position) { return position % 16 * 4 + position / 16; }
+
+/* Code i of byte b of each word, times 2^code_shift(b, i); the top byte holds the sign, so it moves down by a byte first. */
+INLINE int code_shift(int b, int i, int bits) { return 8 * (b < 3 ? b : 2) + bits * i; }
+INLINE Floats code_of(Ints word, int b, int i, int bits) {
+    return __builtin_convertvector((b < 3 ? word : word >> 8) & (((1 << bits) - 1) << code_shift(b, i, bits)), Floats);
+}
 
 INLINE float exp2_negative(float x) { /* 2^x for x <= 0, relative error 2e-7; plain arithmetic, so that loops vectorise */
     x = x < -126.0f ? -126.0f : x;
@@ -84,69 +84,65 @@ INLINE float exp2_negative(float x) { /* 2^x for x <= 0, relative error 2e-7; pl
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
     memcpy(&bits, &p, 4);
-    bits += n * (1 << 23);
-    memcpy(&p, &bits, 4);
-    return p;
+    return bits_to_float((uint32_t)(bits + n * (1 << 23)));
 }
 
-/* Logits [num_queries][PAGE] (row stride BLOCK) of the page whose transposed key codes are in scratch.words. */
-INLINE void score_page(const int32_t *meta, int first_query, const int num_queries, float *logit) {
+/* Logits of a page, whose key codes lie in scratch, for queries first .. first + count - 1; rows of `logit` are BLOCK long. */
+INLINE void score_page(const Scratch *s, int first, const int count, float *logit) {
     for (int t = 0; t < PAGE; t += TILE * LANES) {
         Floats sum[QUERY_BLOCK][TILE] = {0};
         for (int group = 0; group < KEY_GROUPS; group++) {
             Floats dot[QUERY_BLOCK][TILE] = {0};
-            UNROLL for (int i = 0; i < KEY_CODES; i++) {
+            UNROLL for (int i = 0; i < 8 / KEY_BITS; i++) { /* channels of the group that are code i of their byte */
                 int low = group * KEY_GROUP > i * KEY_ROW ? group * KEY_GROUP : i * KEY_ROW;
                 int high = (group + 1) * KEY_GROUP < (i + 1) * KEY_ROW ? (group + 1) * KEY_GROUP : (i + 1) * KEY_ROW;
-                for (int d = low; d < high; d += 4) { /* channels d .. d + 3 of all tokens are in one word */
-                    const int32_t *word = &scratch.words[(d - i * KEY_ROW) / 4][t];
-                    UNROLL for (int b = 0; b < 4; b++) {
-                        UNROLL for (int v = 0; v < TILE; v++) { /* the top byte holds the sign, so it moves down first */
-                            Ints w = b < 3 ? load(word + v * LANES) : load(word + v * LANES) >> 8;
-                            Floats code = to_float(w & (((1 << KEY_BITS) - 1) << ((b < 3 ? 8 * b : 16) + KEY_BITS * i)));
-                            UNROLL for (int g = 0; g < num_queries; g++)
-                                dot[g][v] += scratch.q_code[first_query + g][d + b] * code;
+                for (int d = low; d < high; d += 4)
+                    UNROLL for (int b = 0; b < 4; b++)
+                        UNROLL for (int v = 0; v < TILE; v++) {
+                            Ints word = load(&s->key_word[(d - i * KEY_ROW) / 4][t + v * LANES]);
+                            Floats code = code_of(word, b, i, KEY_BITS);
+                            UNROLL for (int g = 0; g < count; g++) dot[g][v] += s->q_code[first + g][d + b] * code;
                         }
-                    }
-                }
             }
             UNROLL for (int v = 0; v < TILE; v++) {
-                Ints pair = load(meta + group * PAGE + t + v * LANES);
-                Floats scale = (Floats)(pair << 16), zero = (Floats)(pair & ~0xffff);
-                UNROLL for (int g = 0; g < num_queries; g++)
-                    sum[g][v] += scale * (dot[g][v] - zero * scratch.q_sum[first_query + g][group]);
+                Ints meta = load(&s->key_meta[group][t + v * LANES]);
+                Floats scale = (Floats)(meta << 16), zero = (Floats)(meta & ~0xffff);
+                UNROLL for (int g = 0; g < count; g++)
+                    sum[g][v] += scale * (dot[g][v] - zero * s->q_sum[first + g][group]);
             }
         }
-        UNROLL for (int g = 0; g < num_queries; g++)
+        UNROLL for (int g = 0; g < count; g++)
             UNROLL for (int v = 0; v < TILE; v++) memcpy(&logit[g * BLOCK + t + v * LANES], &sum[g][v], sizeof(Floats));
     }
 }
 
-/* acc = acc * rescale + weight @ value codes, over the pages of a block. */
-INLINE void add_values(const uint8_t *const *page, int num_pages, const float *rescale, int first_query, const int num_queries) {
+/* acc = acc * rescale + weight @ value codes over the pages of a block, for queries first .. first + count - 1. */
+INLINE void add_values(Scratch *s, const uint8_t *const *page, int num_pages, const float *rescale, int first, const int count) {
     for (int j = 0; j < VALUE_ROW; j++) {
-        Floats sum[QUERY_BLOCK][VALUE_CODES] = {0};
-        for (int n = 0; n < num_pages; n++) {
-            const uint8_t *row = page[n] + VALUE_OFFSET + j * PAGE;
-            UNROLL for (int t = 0; t < PAGE; t += LANES) {
-                Ints bytes = load_bytes(row + t);
-                UNROLL for (int i = 0; i < VALUE_CODES; i++) {
-                    Floats code = to_float(bytes & (((1 << VALUE_BITS) - 1) << (VALUE_BITS * i)));
-                    int group = (j + i * VALUE_ROW) / VALUE_GROUP;
-                    UNROLL for (int g = 0; g < num_queries; g++)
-                        sum[g][i] += load_floats(&scratch.weight[group][first_query + g][n * PAGE + t]) * code;
-                }
+        Floats sum[QUERY_BLOCK][8 / VALUE_BITS];
+        UNROLL for (int g = 0; g < count; g++)
+            UNROLL for (int i = 0; i < 8 / VALUE_BITS; i++) /* taken off first: the two sums nearly cancel */
+                sum[g][i] = s->zero[(j + i * VALUE_ROW) / VALUE_GROUP][first + g] * -(float)(1 << VALUE_BITS * i);
+        for (int n = 0; n < num_pages; n++)
+            for (int t = 0; t < PAGE / 4; t += LANES) {
+                Ints word = load(page[n] + VALUE_OFFSET + j * PAGE + 4 * t);
+                UNROLL for (int b = 0; b < 4; b++)
+                    UNROLL for (int i = 0; i < 8 / VALUE_BITS; i++) {
+                        Floats code = code_of(word, b, i, VALUE_BITS);
+                        int group = (j + i * VALUE_ROW) / VALUE_GROUP, at = n * PAGE + b * PAGE / 4 + t;
+                        UNROLL for (int g = 0; g < count; g++)
+                            sum[g][i] += load_floats(&s->weight[group][first + g][at]) * code;
+                    }
             }
-        }
-        UNROLL for (int g = 0; g < num_queries; g++)
-            UNROLL for (int i = 0; i < VALUE_CODES; i++) {
-                Floats *acc = &scratch.acc[first_query + g][j + i * VALUE_ROW];
-                *acc = *acc * rescale[g] + sum[g][i];
+        UNROLL for (int g = 0; g < count; g++)
+            UNROLL for (int i = 0; i < 8 / VALUE_BITS; i++) {
+                Floats *acc = &s->acc[first + g][j + i * VALUE_ROW];
+                *acc = *acc * rescale[first + g] + sum[g][i];
             }
     }
 }
 
-/* Logits of `count` tokens to softmax weights relative to the new maximum; returns what older results are multiplied by. */
+/* Logits to softmax weights relative to the new maximum; returns what older results are multiplied by. */
 static float softmax_step(float *logit, int count, float *max, float *sum) {
     float top = *max, total = 0;
     for (int t = 0; t < count; t++) top = logit[t] > top ? logit[t] : top;
@@ -157,32 +153,156 @@ static float softmax_step(float *logit, int count, float *max, float *sum) {
     return rescale;
 }
 
-static void attend_pages(const uint8_t *const *page, int num_pages, Partial *part) {
+static void attend_pages(Scratch *s, const uint8_t *const *page, int num_pages, Partial *part) {
     for (int n = 0; n < num_pages; n++) {
-        if (n + 1 < num_pages) for (int x = 0; x < PAGE_BYTES; x += 64) __builtin_prefetch(page[n + 1] + x);
+        if (n + 1 < num_pages)
+            for (int x = 0; x < PAGE_BYTES; x += 64) __builtin_prefetch(page[n + 1] + x);
         for (int t = 0; t < PAGE; t++)
-            for (int j = 0; j < KEY_ROW / 4; j++) memcpy(&scratch.words[j][t], page[n] + t * KEY_ROW + 4 * j, 4);
-        const int32_t *meta = (const int32_t *)(page[n] + KEY_META);
-        for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK) score_page(meta, g, QUERY_BLOCK, &scratch.logit[g][n * PAGE]);
-        if (QUERY_REST) score_page(meta, G - QUERY_REST, QUERY_REST, &scratch.logit[G - QUERY_REST][n * PAGE]);
+            for (int j = 0; j < KEY_ROW / 4; j++)
+                memcpy(&s->key_word[j][t], page[n] + token_at(t) * KEY_ROW + 4 * j, 4);
+        for (int group = 0; group < KEY_GROUPS; group++)
+            for (int t = 0; t < PAGE; t++)
+                memcpy(&s->key_meta[group][t], page[n] + KEY_META + 4 * (group * PAGE + token_at(t)), 4);
+        for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK) score_page(s, g, QUERY_BLOCK, &s->logit[g][n * PAGE]);
+        if (QUERY_REST) score_page(s, G - QUERY_REST, QUERY_REST, &s->logit[G - QUERY_REST][n * PAGE]);
+        for (int group = 0; group < VALUE_GROUPS; group++)
+            for (int t = 0; t < PAGE; t++) {
+                uint32_t meta;
+                memcpy(&meta, page[n] + VALUE_META + 4 * (group * PAGE + token_at(t)), 4);
+                float scale = bits_to_float(meta << 16);
+                s->scale[group][n * PAGE + t] = scale / (1 << code_shift(t / 16, 0, VALUE_BITS));
+                s->scale_zero[group][n * PAGE + t] = scale * bits_to_float(meta & 0xffff0000u);
+            }
     }
     float rescale[G];
     for (int g = 0; g < G; g++) {
-        rescale[g] = softmax_step(scratch.logit[g], num_pages * PAGE, &part->max[g], &part->sum[g]);
+        rescale[g] = softmax_step(s->logit[g], num_pages * PAGE, &part->max[g], &part->sum[g]);
         for (int d = 0; d < D; d++) part->out[g][d] *= rescale[g];
         for (int group = 0; group < VALUE_GROUPS; group++) {
-            float zero_sum = 0;
-            for (int n = 0; n < num_pages; n++) {
-                const uint16_t *meta = (const uint16_t *)(page[n] + VALUE_META) + group * 2 * PAGE;
-                for (int t = 0; t < PAGE; t++) {
-                    float w = scratch.logit[g][n * PAGE + t] * bf16(meta[2 * t]);
-                    scratch.weight[group][g][n * PAGE + t] = w;
-                    zero_sum += w * bf16(meta[2 * t + 1]);
-                }
+            Floats zero = {0};
+            for (int t = 0; t < num_pages * PAGE; t += LANES) {
+                Floats p = load_floats(&s->logit[g][t]), weight = p * load_floats(&s->scale[group][t]);
+                memcpy(&s->weight[group][g][t], &weight, sizeof weight);
+                zero += p * load_floats(&s->scale_zero[group][t]);
             }
-            scratch.zero[g][group] = scratch.zero[g][group] * rescale[g] + zero_sum;
+            s->zero[group][g] = zero;
         }
     }
-    for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK) add_values(page, num_pages, rescale + g, g, QUERY_BLOCK);
-    if (QUERY_REST) add_values(page, num_pages, rescale + G - QUERY_REST, G - QUERY_REST, QUERY_REST);
+    for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK) add_values(s, page, num_pages, rescale, g, QUERY_BLOCK);
+    if (QUERY_REST) add_values(s, page, num_pages, rescale, G - QUERY_REST, QUERY_REST);
+}
+
+/* `count` consecutive rows of a BF16 window. */
+static void attend_rows(Scratch *s, const uint16_t *k, const uint16_t *v, int count, Partial *part) {
+    for (; count > 0; count -= BLOCK, k += BLOCK * D, v += BLOCK * D) {
+        int rows = count < BLOCK ? count : BLOCK;
+        float row[D];
+        for (int t = 0; t < rows; t++) {
+            for (int d = 0; d < D; d++) row[d] = bf16(k[t * D + d]);
+            for (int g = 0; g < G; g++) {
+                float dot = 0;
+                for (int d = 0; d < D; d++) dot += s->q[g][d] * row[d];
+                s->logit[g][t] = dot;
+            }
+        }
+        for (int g = 0; g < G; g++) {
+            float rescale = softmax_step(s->logit[g], rows, &part->max[g], &part->sum[g]);
+            for (int d = 0; d < D; d++) part->out[g][d] *= rescale, s->acc[g][d] *= rescale;
+        }
+        for (int t = 0; t < rows; t++) {
+            for (int d = 0; d < D; d++) row[d] = bf16(v[t * D + d]);
+            for (int g = 0; g < G; g++)
+                for (int d = 0; d < D; d++) part->out[g][d] += s->logit[g][t] * row[d];
+        }
+    }
+}
+
+/* Query heads [G][D] of one KV head, times scaling / ln 2, and what score_page() needs of them; empty accumulators. */
+static void start_task(Scratch *s, const float *q, float scaling, Partial *part) {
+    memset(s->acc, 0, sizeof s->acc);
+    memset(s->q_sum, 0, sizeof s->q_sum);
+    memset(part, 0, sizeof *part);
+    for (int g = 0; g < G; g++) {
+        part->max[g] = LOWEST;
+        for (int d = 0; d < D; d++) {
+            float x = q[g * D + d] * scaling * 1.44269504f;
+            s->q[g][d] = x;
+            s->q_code[g][d] = x / (float)(1 << code_shift(d % KEY_ROW % 4, d / KEY_ROW, KEY_BITS));
+            s->q_sum[g][d / KEY_GROUP] += x;
+        }
+    }
+}
+
+/* Add what was accumulated over pages to the result of the task. */
+static void finish_task(const Scratch *s, Partial *part) {
+    for (int g = 0; g < G; g++)
+        for (int d = 0; d < D; d++) {
+            float total = 0;
+            for (int lane = 0; lane < LANES; lane++) total += s->acc[g][d][lane];
+            part->out[g][d] += total / (1 << code_shift(0, d / VALUE_ROW, VALUE_BITS));
+        }
+}
+
+/* out = softmax-weighted mean over the partial results of one row and KV head; zeros where there is no token. */
+static void merge(const Partial *part, int splits, float *out) {
+    for (int g = 0; g < G; g++) {
+        float max = LOWEST, sum = 0;
+        for (int n = 0; n < splits; n++) max = part[n].max[g] > max ? part[n].max[g] : max;
+        memset(out + g * D, 0, D * sizeof *out);
+        for (int n = 0; n < splits; n++) {
+            float weight = exp2_negative(part[n].max[g] - max);
+            sum += weight * part[n].sum[g];
+            for (int d = 0; d < D; d++) out[g * D + d] += weight * part[n].out[g][d];
+        }
+        for (int d = 0; d < D; d++) out[g * D + d] = sum > 0 ? out[g * D + d] / sum : 0;
+    }
+}
+
+/* Shapes as in LayerCache: q and out [B][K G][D], pages [P][K][PAGE_BYTES], table [B][N]; returns 0, or 1 without memory. */
+int attend(const float *q, const uint8_t *pages, const int32_t *table, const int32_t *num_pages, const int32_t *num_tokens,
+           const uint16_t *sink_k, const uint16_t *sink_v, const uint16_t *recent_k, const uint16_t *recent_v, float *out,
+           int B, int K, int N, int S, int W, float scaling, int threads) {
+    int64_t total_blocks = 0, most_pages = 0;
+    for (int row = 0; row < B; row++) {
+        total_blocks += (int64_t)K * ((num_pages[row] + BLOCK_PAGES - 1) / BLOCK_PAGES);
+        most_pages = num_pages[row] > most_pages ? num_pages[row] : most_pages;
+    }
+    const int wanted = TASKS_PER_THREAD * threads;
+    const int split_pages = BLOCK_PAGES * (int)((total_blocks + wanted - 1) / wanted); /* 0 when nothing is packed */
+    const int splits = most_pages ? (int)((most_pages + split_pages - 1) / split_pages) : 1;
+    Partial *parts = malloc(sizeof(Partial) * splits * B * K);
+    if (!parts) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        static _Thread_local Scratch scratch; /* its address is taken once: looking it up in a loop costs more than the loop */
+        Scratch *s = &scratch;
+#pragma omp for schedule(dynamic)
+        for (int task = 0; task < B * K * splits; task++) {
+            const int pair = task / splits, split = task % splits, row = pair / K, head = pair % K;
+            Partial *part = &parts[task];
+            start_task(s, q + (size_t)pair * G * D, scaling, part);
+            if (split == 0) {
+                int tokens = num_tokens[row], sink = tokens < S ? tokens : S;
+                int first = PAGE * num_pages[row], recent = tokens - sink - first, slot = recent > 0 ? first % W : 0;
+                int until_wrap = recent < W - slot ? recent : W - slot;
+                const size_t at_sink = (size_t)pair * S * D, at_recent = (size_t)pair * W * D;
+                attend_rows(s, sink_k + at_sink, sink_v + at_sink, sink, part);
+                attend_rows(s, recent_k + at_recent + slot * D, recent_v + at_recent + slot * D, until_wrap, part);
+                attend_rows(s, recent_k + at_recent, recent_v + at_recent, recent - until_wrap, part);
+            }
+            int n = split * split_pages, end = n + split_pages < num_pages[row] ? n + split_pages : num_pages[row];
+            for (; n < end; n += BLOCK_PAGES) {
+                const uint8_t *page[BLOCK_PAGES];
+                int count = end - n < BLOCK_PAGES ? end - n : BLOCK_PAGES;
+                for (int i = 0; i < count; i++)
+                    page[i] = pages + ((size_t)table[(size_t)row * N + n + i] * K + head) * PAGE_BYTES;
+                attend_pages(s, page, count, part);
+            }
+            finish_task(s, part);
+        }
+#pragma omp for
+        for (int pair = 0; pair < B * K; pair++) merge(parts + (size_t)pair * splits, splits, out + (size_t)pair * G * D);
+    }
+    free(parts);
+    return 0;
 }

@@ -2,5 +2,6 @@
 
 from kvcompile.models.families import FAMILIES
 from kvcompile.models.inventory import AttentionLayer, Inventory, take_inventory
+from kvcompile.models.loading import load_model, load_tokenizer
 
-__all__ = ["FAMILIES", "AttentionLayer", "Inventory", "take_inventory"]
+__all__ = ["FAMILIES", "AttentionLayer", "Inventory", "load_model", "load_tokenizer", "take_inventory"]

@@ -1,0 +1,172 @@
+"""From a checkpoint to an artifact: build the passes that a scheme names, run them, publish the result."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from kvcompile.artifact import Manifest, read_manifest
+from kvcompile.calibration import read_corpus
+from kvcompile.checkpoint import open_checkpoint
+from kvcompile.errors import KvCompileError, OutputError
+from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
+from kvcompile.passes.ir import IR
+from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
+from kvcompile.passes.workspace import StageStore, Workspace
+from kvcompile.scheme import Scheme, load_scheme
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did: the artifact, its cost, and the manifest; a dry or stopped run has no artifact.
+
+    `seconds` is by pass; `costs` holds the parts ``load``, ``forward`` (without statistics) and ``save`` that any tool
+    would pay; `peak_bytes` is resident memory above what the process had at the start.
+    """
+
+    out: Path | None
+    manifest: Manifest | None
+    ir: IR
+    seconds: dict[str, float]
+    costs: dict[str, float]
+    peak_bytes: int
+    checkpoint_bytes: int
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    scheme: str | Scheme = "oscar-int2",
+    *,
+    overrides: Sequence[str] = (),
+    calibration: str | Path | None = None,
+    calibration_field: str = "text",
+    calibration_tokens: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    weights: Literal["fold", "overlay"] = "fold",
+    dry_run: bool = False,
+    resume: bool = False,
+    force: bool = False,
+    stop_after: str | None = None,
+    instruments: Sequence[Instrument] = (),
+    track: Callable[..., Iterable[Any]] | None = None,
+) -> Conversion:
+    """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
+
+    Everything that can be refused is refused before work starts: architecture, scheme, calibration text, output. The
+    output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
+    `dry_run` stops after the inventory. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    """
+    if not isinstance(scheme, Scheme):
+        scheme = load_scheme(scheme, tuple(overrides))
+    if stop_after is not None:
+        pass_class(stop_after)
+    workspace = Workspace(Path(out), force)
+    if not dry_run:
+        workspace.check_output()
+    checkpoint = open_checkpoint(model)
+    given = CalibrationInput(Path(calibration) if calibration else None, calibration_field, calibration_tokens, seed)
+    steps = build_passes(scheme, given)
+    ir = IR(checkpoint, scheme, weights)
+    context = Context(torch_device(device), workspace.staging)
+    if track is not None:
+        context.track = track
+    timing, peak = Timing(), PeakMemory()
+
+    def result(final: IR, manifest: Manifest | None) -> Conversion:
+        path = workspace.out if manifest else None
+        return Conversion(path, manifest, final, timing.seconds, timing.costs(context), peak.bytes, checkpoint.nbytes)
+
+    ir = run_passes(steps[:1], ir, context, instruments)
+    steps = steps[1:]
+    if dry_run:
+        return result(ir, None)
+    corpus = read_corpus(given.text, given.field, given.seed)
+    inputs = {
+        "source": checkpoint.fingerprint(),
+        "scheme": scheme.model_dump_json(),
+        "calibration": f"{corpus.sha256} {given.tokens}",
+        "weights": weights,
+        "passes": json.dumps({step.name: step.version for step in steps}),
+    }
+    workspace.open(inputs, resume)
+    try:
+        with peak:
+            steps, ir = workspace.restore(steps, ir)
+            until = next((i + 1 for i, step in enumerate(steps) if step.name == stop_after), len(steps))
+            ir = run_passes(steps[:until], ir, context, [timing, StageStore(workspace), *instruments])
+            context.models.clear()
+            if stop_after is not None and stop_after != steps[-1].name:
+                workspace.abandon()
+                return result(ir, None)
+            workspace.publish()
+    except OSError as error:
+        _resume_hint(error, workspace)
+        raise OutputError(f"cannot write {workspace.out}: {error.strerror or error}; nothing was left there") from error
+    except (KvCompileError, KeyboardInterrupt) as error:
+        _resume_hint(error, workspace)
+        raise
+    return result(ir, read_manifest(workspace.out))
+
+
+def torch_device(name: str) -> torch.device:
+    """A torch device that exists; raises OutputError otherwise."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise KvCompileError(f"device '{name}' is not available on this machine; try --device cpu") from error
+    return device
+
+
+def _resume_hint(error: BaseException, workspace: Workspace) -> None:
+    if workspace.abandon():
+        error.add_note(f"finished stages are kept in {workspace.root}; run the same command with --resume to continue")
+
+
+class Timing(Instrument):
+    """Seconds by pass."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def after(self, step: Pass, result: PassResult, seconds: float) -> None:
+        """Note how long a pass took."""
+        self.seconds[step.name] = seconds
+
+    def costs(self, context: Context) -> dict[str, float]:
+        """The parts of a conversion that any tool would pay: load, a plain forward pass, save."""
+        return {**context.costs, "save": self.seconds.get("emit", 0.0)}
+
+
+class PeakMemory:
+    """The largest resident memory of this process above what it had on entry, sampled every 20 ms."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        self._process = psutil.Process()
+        self._start = self._process.memory_info().rss
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, self._process.memory_info().rss - self._start)
+            if self._done.wait(0.02):
+                return
+            time.sleep(0)

@@ -1,0 +1,72 @@
+"""Pass `inventory`: find the attention layers and check that the scheme fits them, before any weight is read."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvcompile.errors import SchemeError
+from kvcompile.linalg import is_hadamard_order
+from kvcompile.models import AttentionLayer, take_inventory
+from kvcompile.passes.base import Context, PassResult
+from kvcompile.passes.ir import IR
+from kvcompile.scheme import RowCodec, Scheme, group_size
+from kvcompile.scheme.model import BlockHadamard, Hadamard, Spectral
+
+
+@dataclass(frozen=True)
+class InventoryPass:
+    """Reads config.json and tensor names.
+
+    1. An architecture without a description is refused by name.
+    2. Every compiled layer must fit the scheme: groups divide the head, Hadamard orders exist.
+    """
+
+    name: ClassVar[str] = "inventory"
+    version: ClassVar[int] = 1
+    stored: ClassVar[bool] = False
+
+    def requires(self, ir: IR) -> str | None:
+        """Nothing: this pass comes first."""
+        return None
+
+    def run(self, ir: IR, context: Context) -> PassResult:
+        """Take the inventory and check the scheme against each compiled layer."""
+        inventory = take_inventory(ir.checkpoint)
+        for layer in inventory.compiled:
+            check_fit(ir.scheme, layer)
+        return PassResult(replace(ir, inventory=inventory), modified=True)
+
+    def ensures(self, ir: IR) -> str | None:
+        """At least one layer is compiled."""
+        return None if ir.inventory and ir.inventory.compiled else "no layer is compiled"
+
+
+def check_fit(scheme: Scheme, layer: AttentionLayer) -> None:
+    """Raise SchemeError when `scheme` cannot be applied to heads of this layer's size."""
+    for half, row in scheme.rows():
+        group = group_size(row.quantizer, layer.head_dim)
+        if layer.head_dim % group:
+            raise SchemeError(
+                f"scheme {scheme.name}: {half}.quantizer.group_size {group} does not divide head_dim {layer.head_dim} "
+                f"of {layer.prefix}; choose a divisor with --set {half}.quantizer.group_size=..."
+            )
+        if layer.head_dim * row.quantizer.bits % 8:
+            raise SchemeError(
+                f"scheme {scheme.name}: head_dim {layer.head_dim} of {layer.prefix} at {row.quantizer.bits} bits is no whole number of bytes"
+            )
+        order = _hadamard_order(row, layer.head_dim)
+        if order is not None and (layer.head_dim % order or not is_hadamard_order(order)):
+            raise SchemeError(
+                f"scheme {scheme.name}: {half}.rotation needs a Hadamard matrix of order {order} for head_dim {layer.head_dim} of "
+                f"{layer.prefix}, and there is none here (orders 2^k, and m 2^k for Paley orders m such as 12, 20, 28, 36); "
+                f"use --set {half}.rotation.hadamard=false or a block_hadamard whose block divides the head"
+            )
+
+
+def _hadamard_order(row: RowCodec, head_dim: int) -> int | None:
+    match row.rotation:
+        case Hadamard() | Spectral(hadamard=True):
+            return head_dim
+        case BlockHadamard(block_size=block):
+            return block
+        case _:
+            return None

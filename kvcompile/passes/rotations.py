@@ -1,0 +1,98 @@
+"""Pass `rotations`: solve the rotation of keys and of values for every layer and KV head."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcompile.linalg import bit_reversal, eigenbasis, hadamard
+from kvcompile.models import AttentionLayer
+from kvcompile.passes.base import Context, PassResult
+from kvcompile.passes.ir import IR
+from kvcompile.scheme.model import BlockHadamard, Hadamard, Identity, Rotation, Spectral
+
+TOP = 8
+"""Eigenvalues counted in the spectrum concentration (seed 000 A.4 quotes the top eight)."""
+
+
+@dataclass(frozen=True)
+class RotationsPass:
+    """Builds ``R [K, D, D]`` float32; what the eigenbasis is taken of is the scheme's choice.
+
+    1. Spectral: ``R = U H Pbr`` (seed 000 equation 3); scope `layer` averages the covariance over KV heads first.
+    2. Hadamard and block-diagonal Hadamard need no statistics; the identity emits no tensor.
+    3. The sidecar always holds one matrix per KV head, whatever the scope.
+    """
+
+    name: ClassVar[str] = "rotations"
+    version: ClassVar[int] = 1
+    stored: ClassVar[bool] = True
+
+    def requires(self, ir: IR) -> str | None:
+        """Covariances for every spectral rotation."""
+        if ir.inventory is None:
+            return "the inventory pass must come first"
+        for half, row in ir.scheme.rows():
+            rotation = row.rotation
+            if isinstance(rotation, Spectral) and rotation.eigenbasis:
+                for layer in ir.inventory.compiled:
+                    if f"layers.{layer.index}.{rotation.target}" not in ir.statistics:
+                        return f"{half}.rotation is spectral, so the calibrate pass must come first"
+        return None
+
+    def run(self, ir: IR, context: Context) -> PassResult:
+        """Solve layer by layer; the metric is the share of the eight largest eigenvalues in the trace."""
+        tensors, metrics = dict(ir.tensors), {}
+        for layer in context.track(ir.layers().compiled, "rotations", "layer", lambda _: 1):
+            found: dict[str, float] = {}
+            for half, row in ir.scheme.rows():
+                target = getattr(row.rotation, "target", None)
+                covariance = ir.statistics.get(f"layers.{layer.index}.{target}")
+                rotation = solve_rotation(row.rotation, layer, covariance)
+                if rotation is not None:
+                    tensors[f"layers.{layer.index}.{half}.rotation"] = rotation.float().contiguous()
+                if covariance is not None:
+                    found[f"{half}_spectrum_top{TOP}"] = spectrum_concentration(covariance)
+            metrics[layer.index] = found
+        return PassResult(replace(ir, tensors=tensors, metrics=ir.with_metrics(metrics)), modified=True)
+
+    def ensures(self, ir: IR) -> str | None:
+        """A rotation for every half that is not the identity, in every compiled layer."""
+        for half, row in ir.scheme.rows():
+            for layer in ir.layers().compiled:
+                emitted = f"layers.{layer.index}.{half}.rotation" in ir.tensors
+                if emitted == isinstance(row.rotation, Identity):
+                    return f"layer {layer.index} has {'an unexpected' if emitted else 'no'} {half} rotation"
+        return None
+
+
+def solve_rotation(rotation: Rotation, layer: AttentionLayer, c_KDD: Tensor | None) -> Tensor | None:
+    """The orthogonal matrices ``[K, D, D]`` (float64) of one half of a layer, or None for the identity."""
+    num_kv, dim = layer.num_key_value_heads, layer.head_dim
+    match rotation:
+        case Identity():
+            return None
+        case Hadamard():
+            return hadamard(dim).expand(num_kv, dim, dim)
+        case BlockHadamard(block_size=block):
+            blocks = torch.kron(torch.eye(dim // block, dtype=torch.float64), hadamard(block))
+            return blocks.expand(num_kv, dim, dim)
+        case Spectral():
+            r_KDD = torch.eye(dim, dtype=torch.float64).expand(num_kv, dim, dim)
+            if rotation.eigenbasis:
+                assert c_KDD is not None
+                r_KDD = eigenbasis(_scoped(c_KDD, rotation.scope))[1].expand(num_kv, dim, dim)
+            if rotation.hadamard:
+                r_KDD = r_KDD @ hadamard(dim)
+            return r_KDD[..., bit_reversal(dim)] if rotation.permutation == "bit_reversal" else r_KDD
+
+
+def spectrum_concentration(c_KDD: Tensor) -> float:
+    """Mean over KV heads of the share of the trace in the eight largest eigenvalues."""
+    values = torch.linalg.eigvalsh(c_KDD).clamp_min(0)
+    return float((values[:, -TOP:].sum(-1) / values.sum(-1).clamp_min(1e-300)).mean())
+
+
+def _scoped(c_KDD: Tensor, scope: str) -> Tensor:
+    return c_KDD.mean(dim=0, keepdim=True) if scope == "layer" else c_KDD

@@ -1,0 +1,165 @@
+"""The hidden directory beside the output in which a conversion works, so that the output appears whole or not at all.
+
+``.{out}.kvcompile/`` holds ``inputs.json`` (what the stages were computed from), ``stages/`` (results that `--resume`
+continues from) and ``artifact/`` (the staging directory, renamed to the output at the end).
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvcompile.artifact import MANIFEST_NAME, CalibrationRecord
+from kvcompile.errors import OutputError
+from kvcompile.passes.base import Instrument, Pass, PassResult
+from kvcompile.passes.ir import IR
+
+
+class Workspace:
+    """Working directory of the conversion to `out`. Raises OutputError for an output that cannot be used."""
+
+    def __init__(self, out: Path, force: bool = False):
+        self.out, self.force = out.absolute(), force
+        self.root = self.out.parent / f".{self.out.name}.kvcompile"
+        self.staging = self.root / "artifact"
+        self.stages = self.root / "stages"
+
+    def check_output(self) -> None:
+        """Refuse an output that exists (unless forced, and then only an artifact) or whose parent cannot be written."""
+        if self.out.exists():
+            empty = self.out.is_dir() and not any(self.out.iterdir())
+            if not self.force and not empty:
+                raise OutputError(f"output {self.out} already exists; choose another path or replace it with --force")
+            if not empty and not (self.out / MANIFEST_NAME).exists():
+                raise OutputError(f"output {self.out} exists and is no converted checkpoint, so --force does not replace it; choose another path")
+        parent = next(p for p in self.out.parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise OutputError(f"output {self.out} cannot be written: {parent} is not a writable directory")
+
+    def open(self, inputs: Mapping[str, str], resume: bool) -> None:
+        """Make the directory, or continue one whose inputs are the same. Raises OutputError when they have changed."""
+        stored = self._stored_inputs()
+        if resume and stored is not None:
+            changed = sorted(k for k in {*stored, *inputs} if stored.get(k) != inputs.get(k))
+            if changed:
+                raise OutputError(
+                    f"cannot resume: {', '.join(changed)} changed since the interrupted run; run again without --resume to start over"
+                )
+            shutil.rmtree(self.staging, ignore_errors=True)
+        else:
+            self.discard()
+        try:
+            self.stages.mkdir(parents=True, exist_ok=True)
+            self.staging.mkdir()
+            _write_atomically(self.root / "inputs.json", json.dumps(dict(inputs), indent=1))
+        except OSError as error:
+            raise OutputError(f"cannot write beside {self.out}: {error.strerror or error}") from error
+
+    def publish(self) -> None:
+        """Rename the staging directory to the output, replacing a previous artifact when forced."""
+        for path in sorted(self.staging.rglob("*")):
+            _sync(path)
+        _sync(self.staging)
+        replaced = self.root / "replaced"
+        if self.out.exists():
+            self.out.rename(replaced)
+        try:
+            self.staging.rename(self.out)
+        except OSError as error:
+            if replaced.exists():
+                replaced.rename(self.out)
+            raise OutputError(f"cannot move the result to {self.out}: {error.strerror}") from error
+        _sync(self.out.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the working directory."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def abandon(self) -> bool:
+        """After a failure: drop what is half-written, keep finished stages. Whether there is something to resume."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+        resumable = self.stages.is_dir() and any(self.stages.glob("*.safetensors"))
+        if not resumable:
+            self.discard()
+        return resumable
+
+    def restore(self, steps: list[Pass], ir: IR) -> tuple[list[Pass], IR]:
+        """The passes that still have to run and the IR of the last stored stage; every pass where nothing is stored."""
+        for position in reversed(range(len(steps))):
+            path = self._stage(steps[position])
+            if steps[position].stored and path.exists():
+                try:
+                    restored = _load_stage(path, ir)
+                except (SafetensorError, OSError, ValueError, KeyError):
+                    continue  # a damaged stage is computed again
+                kept = [step for step in steps[:position] if not step.stored]
+                return [*kept, *steps[position + 1 :]], restored
+        return steps, ir
+
+    def store(self, step: Pass, ir: IR) -> None:
+        """Keep the IR after `step` for a later `--resume`."""
+        meta = {
+            "metrics": {str(i): dict(m) for i, m in ir.metrics.items()},
+            "summary": dict(ir.summary),
+            "calibration": ir.calibration.model_dump() if ir.calibration else None,
+        }
+        tensors = {f"statistics/{n}": t.contiguous() for n, t in ir.statistics.items()}
+        tensors |= {f"tensors/{n}": t.contiguous() for n, t in ir.tensors.items()}
+        temporary = self.stages / f".{step.name}.tmp"
+        save_file(tensors, temporary, metadata={"ir": json.dumps(meta)})
+        os.replace(temporary, self._stage(step))
+
+    def _stage(self, step: Pass) -> Path:
+        return self.stages / f"{step.name}.safetensors"
+
+    def _stored_inputs(self) -> dict[str, str] | None:
+        try:
+            return json.loads((self.root / "inputs.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+
+
+class StageStore(Instrument):
+    """Stores the result of every pass that says it is worth storing."""
+
+    def __init__(self, workspace: Workspace):
+        self.workspace = workspace
+
+    def after(self, step: Pass, result: PassResult, seconds: float) -> None:
+        """Write the stage."""
+        if step.stored and result.modified:
+            self.workspace.store(step, result.ir)
+
+
+def _load_stage(path: Path, ir: IR) -> IR:
+    statistics, tensors = {}, {}
+    with safe_open(path, framework="pt") as file:
+        meta = json.loads(file.metadata()["ir"])
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            kind, _, key = name.partition("/")
+            (statistics if kind == "statistics" else tensors)[key] = file.get_tensor(name)
+    calibration = CalibrationRecord.model_validate(meta["calibration"]) if meta["calibration"] else None
+    metrics = {int(i): m for i, m in meta["metrics"].items()}
+    return replace(
+        ir, statistics=statistics, tensors=tensors, calibration=calibration, metrics=metrics, summary=meta["summary"]
+    )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
