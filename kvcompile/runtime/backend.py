@@ -1,0 +1,104 @@
+"""The three things a cache needs done, and who can do them: the codec (oracle), the CPU kernel, and Triton.
+
+Shapes as in `kvcompile.codec.layer`. Every backend stores the same bytes and attends to the same numbers; they differ in
+speed only. Rows are stored rotated and rounded to bfloat16, and quantization reads the rounded rows.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcompile.codec import LayerCache, PageFormat, attend_layer, encode_pages
+from kvcompile.errors import CacheError
+
+
+class Backend(Protocol):
+    """Rotation, page writing, decode attention."""
+
+    name: str
+
+    def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
+        """Rows of H = K G heads times their KV head's rotation; float32 ``[B, H, T, D]``."""
+
+    def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
+        """Encode N blocks of 64 rotated rows per KV head into the pages `ids_N` (int64) of the pool."""
+
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+        """Attention of one new token per row over a layer; float32 ``[B, H, D]``."""
+
+
+class CodecBackend:
+    """Plain torch on any device: slow, normative."""
+
+    name = "codec"
+
+    def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
+        """See `Backend.rotate`."""
+        x_BKXD = x_BHTD.float().unflatten(1, (r_KDD.shape[0], -1)).flatten(2, 3)
+        return (x_BKXD @ r_KDD).unflatten(2, (-1, x_BHTD.shape[2])).flatten(1, 2)
+
+    def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
+        """See `Backend.write_pages`."""
+        pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt)
+
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+        """See `Backend.attend`."""
+        return attend_layer(q_BHD, layer, scaling)
+
+
+class CpuBackend(CodecBackend):
+    """The codec's encoder and a decode kernel in C, compiled for this machine at first use."""
+
+    name = "cpu"
+
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+        """See `Backend.attend`."""
+        from kvcompile.kernels import cpu
+
+        return cpu.attend(q_BHD, layer, scaling)
+
+
+class TritonBackend(CodecBackend):
+    """Triton kernels; on CUDA, or anywhere under Triton's interpreter."""
+
+    name = "triton"
+
+    def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
+        """See `Backend.rotate`."""
+        from kvcompile.kernels import triton_encode
+
+        return triton_encode.rotate_rows(x_BHTD, r_KDD)
+
+    def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
+        """See `Backend.write_pages`."""
+        from kvcompile.kernels import triton_encode
+
+        triton_encode.write_pages(k_NKTD, v_NKTD, fmt, pages_PKX, ids_N)
+
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+        """See `Backend.attend`."""
+        from kvcompile.kernels import triton_decode
+
+        return triton_decode.attend(q_BHD, layer, scaling)
+
+
+def choose_backend(name: str | None, device: torch.device) -> Backend:
+    """The named backend, or the fastest for `device`: triton on CUDA, else cpu, else (without a compiler) the codec.
+
+    Raises CacheError for a name that does not exist or cannot run here.
+    """
+    if name is None:
+        name = "triton" if device.type == "cuda" else "cpu" if _cpu_kernel_runs() else "codec"
+    if name == "cpu" and (device.type != "cpu" or not _cpu_kernel_runs()):
+        raise CacheError("backend 'cpu' needs a model on the CPU and a C compiler (install gcc, or choose backend 'codec')")
+    backends: dict[str, type[CodecBackend]] = {"codec": CodecBackend, "cpu": CpuBackend, "triton": TritonBackend}
+    if name not in backends:
+        raise CacheError(f"unknown backend '{name}'; there are {', '.join(backends)}")
+    return backends[name]()
+
+
+def _cpu_kernel_runs() -> bool:
+    from kvcompile.kernels import cpu
+
+    return cpu.is_available()

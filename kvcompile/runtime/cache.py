@@ -1,0 +1,253 @@
+"""A `transformers.Cache` whose compiled layers are packed pages, and the attention function that reads them.
+
+A layer's `update` hands the new rows on instead of dense tensors; the registered attention function receives them
+together with the padding mask, stores them and attends. Layers that are not compiled keep the cache transformers gives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvcompile.codec import PageFormat
+from kvcompile.errors import CacheError
+from kvcompile.runtime.backend import Backend
+from kvcompile.runtime.store import PackedStore
+
+ATTENTION = "kvcompile"
+"""Name under which attention and mask functions are registered: ``attn_implementation=ATTENTION``."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the runtime does to one compiled layer; rotations are ``[K, D, D]`` float32 on the device, None is identity.
+
+    `value_rotation` is set only where it is applied online: a folded one needs nothing at run time.
+    """
+
+    fmt: PageFormat
+    key_rotation: Tensor | None
+    value_rotation: Tensor | None
+
+
+class NewRows:
+    """Keys and values ``[B, K, T, D]`` of the current step, on their way from `update` to the attention function."""
+
+    def __init__(self, layer: "PackedLayer", k_BKTD: Tensor, v_BKTD: Tensor):
+        self.layer, self.k_BKTD, self.v_BKTD = layer, k_BKTD, v_BKTD
+
+
+class PackedLayer(CacheLayerMixin):
+    """One compiled layer of a `PackedCache`: a position in a store that several layers share."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, plan: LayerPlan, store: PackedStore, position: int, backend: Backend):
+        super().__init__()
+        self.plan, self.store, self.position, self.backend = plan, store, position, backend
+        self.columns, self.steps = 0, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store allocates when the first step begins."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Take the step's rows ``[B, K, T, D]``; what is returned is for our attention function only."""
+        self.is_initialized = True
+        self.columns += key_states.shape[-2]
+        rows = NewRows(self, key_states, value_states)
+        return rows, rows
+
+    def attend(self, q_BHTD: Tensor, rows: NewRows, real_BT: Tensor | None, scaling: float, module: nn.Module) -> Tensor:
+        """Store the step's rows and attend with its queries; ``[B, T, H, D]`` in the query's dtype."""
+        batch, _, length, _ = q_BHTD.shape
+        store, plan = self.store, self.plan
+        if self.steps == store.steps:
+            store.begin(real_BT, batch, length)
+        self.steps += 1
+        k_BKTD = self._rotate(rows.k_BKTD, plan.key_rotation).bfloat16()
+        v_BKTD = self._rotate(rows.v_BKTD, plan.value_rotation).bfloat16()
+        if length == 1:
+            store.append(self.position, k_BKTD, v_BKTD)
+            q_BHD = self._rotate(q_BHTD, plan.key_rotation)[:, :, 0]
+            out_BHTD = self.backend.attend(q_BHD, store.layer(self.position), scaling)[:, :, None]
+            out_BHTD = self._unrotate(out_BHTD.to(q_BHTD.dtype))
+        elif not any(store.num_tokens):
+            out_BHTD = self._attend_exactly(q_BHTD, rows, scaling, module)
+            store.append(self.position, k_BKTD, v_BKTD)
+        else:
+            q_rotated = self._rotate(q_BHTD, plan.key_rotation)
+            out_BHTD = self._unrotate(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling).to(q_BHTD.dtype))
+            store.append(self.position, k_BKTD, v_BKTD)
+        return out_BHTD.transpose(1, 2).contiguous()
+
+    def _attend_exactly(self, q_BHTD: Tensor, rows: NewRows, scaling: float, module: nn.Module) -> Tensor:
+        """A first chunk: causal attention over its own unquantized rows, padding left out row by row."""
+        if all(kept is None for kept in self.store.kept):
+            out_BTHD, _ = sdpa_attention_forward(module, q_BHTD, rows.k_BKTD, rows.v_BKTD, None, scaling=scaling)
+            return out_BTHD.transpose(1, 2)
+        out_BHTD = torch.zeros_like(q_BHTD)
+        for row, kept in enumerate(self.store.kept):
+            columns = slice(None) if kept is None else kept
+            q, k, v = (x[row : row + 1, :, columns] for x in (q_BHTD, rows.k_BKTD, rows.v_BKTD))
+            if q.shape[2]:
+                out_BTHD, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling)
+                out_BHTD[row, :, columns] = out_BTHD[0].transpose(0, 1)
+        return out_BHTD
+
+    def _attend_chunk(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> Tensor:
+        """Several tokens on a stored history: each row's history is decoded, then attended together with the chunk."""
+        out_BHTD = torch.zeros_like(q_BHTD)
+        stored = self.store.layer(self.position)
+        for row, kept in enumerate(self.store.kept):
+            columns = slice(None) if kept is None else kept
+            q_HTD = q_BHTD[row, :, columns].float()
+            history_k, history_v = stored.dense_row(row)
+            k_KTD = torch.cat([history_k, k_BKTD[row, :, columns].float()], dim=1)
+            v_KTD = torch.cat([history_v, v_BKTD[row, :, columns].float()], dim=1)
+            new, total = q_HTD.shape[1], k_KTD.shape[1]
+            groups = q_HTD.shape[0] // k_KTD.shape[0]
+            visible = torch.ones(new, total, dtype=torch.bool, device=q_HTD.device).tril(total - new)
+            out_BHTD[row, :, columns] = nn.functional.scaled_dot_product_attention(
+                q_HTD[None],
+                k_KTD.repeat_interleave(groups, 0)[None],
+                v_KTD.repeat_interleave(groups, 0)[None],
+                visible,
+                scale=scaling,
+            )[0].to(out_BHTD.dtype)
+        return out_BHTD
+
+    def _rotate(self, x_BHTD: Tensor, r_KDD: Tensor | None) -> Tensor:
+        return x_BHTD.float() if r_KDD is None else self.backend.rotate(x_BHTD, r_KDD)
+
+    def _unrotate(self, out_BHTD: Tensor) -> Tensor:
+        """Back from the online value basis; a folded rotation is undone by W_O."""
+        r_KDD = self.plan.value_rotation
+        return out_BHTD if r_KDD is None else self.backend.rotate(out_BHTD, r_KDD.mT.contiguous()).to(out_BHTD.dtype)
+
+    # -- what transformers asks of a cache layer -------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, padding included, as transformers counts."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask for the next step."""
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.17
+
+    def reset(self) -> None:
+        """Forget everything; the store is shared, so the layers of a cache must be reset together."""
+        self.columns, self.steps = 0, 0
+        self.store.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Only whole caches can be cropped, because layers share their page tables."""
+        raise CacheError("crop the PackedCache, not one of its layers: layers share their page tables")
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = crop  # type: ignore[assignment]
+
+
+class PackedCache(Cache):
+    """Packed pages for compiled layers, transformers' own layers for the others; made by `kvcompile.new_cache`."""
+
+    def __init__(self, layers: Sequence[CacheLayerMixin]):
+        super().__init__(layers=list(layers))
+        packed = [layer for layer in layers if isinstance(layer, PackedLayer)]
+        self.stores: list[PackedStore] = list({id(layer.store): layer.store for layer in packed}.values())
+        self._packed = packed
+
+    def nbytes(self) -> int:
+        """Bytes that the cached keys and values take, windows and unpacked layers included."""
+        other = [x for x in self.layers if not isinstance(x, PackedLayer) and isinstance(getattr(x, "keys", None), Tensor)]
+        return sum(store.nbytes() for store in self.stores) + sum(x.keys.nbytes + x.values.nbytes for x in other)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row b the continuation of row ``beam_idx[b]``: pages are shared, windows copied."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        for store in self.stores:
+            store.select(indices.tolist())
+        for layer in self._others():
+            layer.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        for store in self.stores:
+            store.select([row for row in range(len(store.num_tokens)) for _ in range(repeats)])
+        for layer in self._others():
+            layer.batch_repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` columns; a positive number is the length to keep."""
+        length = self.get_seq_length()
+        removed = min(-tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0), length)
+        for store in self.stores:
+            store.crop(removed)
+        for layer in self._packed:
+            layer.columns -= removed
+        for layer in self._others():
+            layer.crop(-removed)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen so far, padding included."""
+        return self.layers[layer_idx].get_seq_length()
+
+    def _others(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewRows,
+    value: Tensor | NewRows,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: packed layers through their cache, everything else through SDPA.
+
+    `attention_mask` is what `packed_mask` returned: None, a padding mask ``[B, n]``, or an ordinary 4-D mask.
+    """
+    if isinstance(key, NewRows):
+        length = query.shape[2]
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise CacheError("the packed cache takes a 2-D attention_mask (padding); a 4-D mask cannot be applied to packed pages")
+        real_BT = None if attention_mask is None else attention_mask[:, -length:].bool()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return key.layer.attend(query, key, real_BT, scale, module), None
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        length, total = query.shape[2], key.shape[2]
+        attention_mask = sdpa_mask(
+            query.shape[0], length, total, q_offset=total - length, attention_mask=attention_mask, device=query.device
+        )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def packed_mask(*args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """The registered mask function: the padding mask itself for full attention, SDPA's mask for windowed layers."""
+    if local_size is not None:
+        return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **kwargs)
+    return attention_mask
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, packed_mask)

@@ -1,0 +1,99 @@
+"""Loading a converted directory: a transformers model that generates from a packed cache by itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcompile.artifact import Artifact, Manifest, open_artifact
+from kvcompile.errors import CacheError
+from kvcompile.models import load_model, load_tokenizer
+from kvcompile.runtime.backend import Backend, choose_backend
+from kvcompile.runtime.cache import ATTENTION, LayerPlan, PackedCache, PackedLayer
+from kvcompile.runtime.store import Geometry, PackedStore
+
+
+@dataclass(frozen=True)
+class CompiledCache:
+    """What a loaded model carries (as ``model.kvcompile``) to make its caches."""
+
+    manifest: Manifest
+    backend: Backend
+    device: torch.device
+    plans: dict[int, LayerPlan]
+
+
+def load(
+    directory: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str = "auto",
+    backend: str | None = None,
+    source: str | Path | None = None,
+    check: bool = True,
+) -> tuple[PreTrainedModel, Any]:
+    """The model and tokenizer of a converted directory; ``model.generate`` uses a packed cache by itself.
+
+    `backend` is codec, cpu or triton (default: the fastest for the device). `source` says where an overlay's weights are.
+    `check` compares the projections with the manifest's digests, so that a sidecar never meets foreign weights.
+    Raises ArtifactError or CheckpointError for a directory that cannot be used.
+    """
+    artifact = open_artifact(directory, source)
+    if check:
+        artifact.check_projections()
+    model = load_model(artifact.weights_path, ATTENTION, device, dtype)
+    attach(model, artifact, backend)
+    return model, load_tokenizer(artifact.weights_path)
+
+
+def attach(model: PreTrainedModel, artifact: Artifact, backend: str | None = None) -> None:
+    """Make `model` (loaded with ``attn_implementation="kvcompile"``) generate with packed caches of `artifact`."""
+    device = torch.device(model.device)
+    plans = {}
+    for layer in artifact.manifest.compiled:
+        assert layer.key is not None
+        assert layer.value is not None
+        key, value = artifact.rotation(layer.key.rotation), None
+        if layer.value.apply == "online":
+            value = artifact.rotation(layer.value.rotation)
+        plans[layer.index] = LayerPlan(
+            layer.page_format(), None if key is None else key.to(device), None if value is None else value.to(device)
+        )
+    compiled: Any = model
+    compiled.kvcompile = CompiledCache(artifact.manifest, choose_backend(backend, device), device, plans)
+    plain_generate = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or model.generation_config
+        wants_cache = kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
+        if wants_cache and kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = new_cache(model)
+        return plain_generate(*args, **kwargs)
+
+    compiled.generate = generate
+
+
+def new_cache(model: PreTrainedModel, *, sink: int | None = None, recent: int | None = None) -> PackedCache:
+    """An empty packed cache for a model from `load`; `sink` and `recent` override the windows of its scheme.
+
+    Raises CacheError for a model that was not loaded by kvcompile.
+    """
+    compiled = getattr(model, "kvcompile", None)
+    if not isinstance(compiled, CompiledCache):
+        raise CacheError("this model has no compiled KV cache; load a converted directory with kvcompile.load")
+    window = compiled.manifest.scheme.window
+    sink, recent = window.sink if sink is None else sink, window.recent if recent is None else recent
+    groups: dict[Geometry, list[int]] = {}
+    for record in compiled.manifest.compiled:
+        fmt = compiled.plans[record.index].fmt
+        geometry = Geometry(record.num_key_value_heads, record.head_dim, sink, recent, fmt.page_bytes)
+        groups.setdefault(geometry, []).append(record.index)
+    layers: list[Any] = list(DynamicCache(config=model.config).layers)
+    for geometry, indices in groups.items():
+        formats = [compiled.plans[i].fmt for i in indices]
+        store = PackedStore(geometry, formats, compiled.backend, compiled.device)
+        for position, index in enumerate(indices):
+            layers[index] = PackedLayer(compiled.plans[index], store, position, compiled.backend)
+    return PackedCache(layers)
