@@ -3,7 +3,7 @@
 Two stages, so that the machine with the GPU needs neither the texts nor a network:
 
     python examples/train_example.py prepare --text train.txt.xz --heldout heldout.txt --work WORK
-    python examples/train_example.py train --work WORK --out examples/checkpoint --seconds 460
+    python examples/train_example.py train --work WORK --out examples/checkpoint --seconds 330
 
 `prepare` trains the tokenizer and tokenizes the texts (public-domain books; a line that begins with `<|doc|>`
 begins a document). `train` mixes plain text, copy documents and synthetic retrieval documents in the wording
@@ -690,7 +690,7 @@ def main() -> None:
     stage = stages.add_parser("train", help="train and measure the checkpoint")
     stage.add_argument("--work", type=Path, required=True, help="folder that `prepare` filled")
     stage.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    stage.add_argument("--seconds", type=float, default=460, help="training time, compilation included")
+    stage.add_argument("--seconds", type=float, default=330, help="training time, compilation included")
     stage.add_argument("--batch-tokens", type=int, default=73728, help="tokens of a batch")
     stage.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate")
     stage.add_argument(

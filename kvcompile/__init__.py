@@ -1,5 +1,50 @@
-"""kvcompile: the compiler for KV caches."""
+"""kvcompile: the compiler for KV caches.
+
+>>> import kvcompile
+>>> kvcompile.convert("path/to/model", "out", "oscar-int2")
+>>> model, tokenizer = kvcompile.load("out")
+>>> cache = kvcompile.new_cache(model)
+
+The functions below are loaded on first use, so that importing the package (and the command's `--help`) stays quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvcompile.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kvcompile.evaluate import inspect, verify
+    from kvcompile.passes.convert import convert
+    from kvcompile.runtime import PackedCache, load, new_cache
+    from kvcompile.runtime.generate import generate
+    from kvcompile.scheme import load_scheme
+
+_HOMES = {
+    "PackedCache": "kvcompile.runtime",
+    "convert": "kvcompile.passes.convert",
+    "generate": "kvcompile.runtime.generate",
+    "inspect": "kvcompile.evaluate",
+    "load": "kvcompile.runtime",
+    "load_scheme": "kvcompile.scheme",
+    "new_cache": "kvcompile.runtime",
+    "verify": "kvcompile.evaluate",
+}
+
+__all__ = [
+    "PackedCache",
+    "__version__",
+    "convert",
+    "generate",
+    "inspect",
+    "load",
+    "load_scheme",
+    "new_cache",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvcompile' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

@@ -57,7 +57,7 @@ typedef struct { /* what a thread works in */
     Floats zero[VALUE_GROUPS][G]; /* sum of p s z over a block */
     float q[G][D], q_code[G][D], q_sum[G][KEY_GROUPS];
     float logit[G][BLOCK], weight[VALUE_GROUPS][G][BLOCK], scale[VALUE_GROUPS][BLOCK], scale_zero[VALUE_GROUPS][BLOCK];
-    int32_t key_word[KEY_ROW / 4][PAGE], key_meta[KEY_GROUPS][PAGE];
+    int32_t key_word[KEY_ROW / 4][PAGE], key_meta[KEY_GROUPS][PAGE], value_meta[PAGE];
 } Scratch;
 
 INLINE float bits_to_float(uint32_t x) { float f; memcpy(&f, &x, 4); return f; }
@@ -65,7 +65,12 @@ INLINE float bf16(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
 INLINE Ints load(const void *p) { Ints x; memcpy(&x, p, sizeof x); return x; }
 INLINE Floats load_floats(const float *p) { Floats x; memcpy(&x, p, sizeof x); return x; }
 
-INLINE int token_at(int position) { return position % 16 * 4 + position / 16; }
+/* [PAGE][width] to [width][PAGE], token 4 l + b going to position 16 b + l. */
+INLINE void transpose_words(const int32_t *restrict from, const int width, int32_t *restrict to) {
+    for (int l = 0; l < PAGE / 4; l++)
+        UNROLL for (int b = 0; b < 4; b++)
+            UNROLL for (int j = 0; j < width; j++) to[j * PAGE + b * PAGE / 4 + l] = from[(4 * l + b) * width + j];
+}
 
 /* Code i of byte b of each word, times 2^code_shift(b, i); the top byte holds the sign, so it moves down by a byte first. */
 INLINE int code_shift(int b, int i, int bits) { return 8 * (b < 3 ? b : 2) + bits * i; }
@@ -88,7 +93,7 @@ INLINE float exp2_negative(float x) { /* 2^x for x <= 0, relative error 2e-7; pl
 }
 
 /* Logits of a page, whose key codes lie in scratch, for queries first .. first + count - 1; rows of `logit` are BLOCK long. */
-INLINE void score_page(const Scratch *s, int first, const int count, float *logit) {
+INLINE void score_page(const Scratch *s, int first, const int count, float *logit, const uint8_t *next_page) {
     for (int t = 0; t < PAGE; t += TILE * LANES) {
         Floats sum[QUERY_BLOCK][TILE] = {0};
         for (int group = 0; group < KEY_GROUPS; group++) {
@@ -96,13 +101,15 @@ INLINE void score_page(const Scratch *s, int first, const int count, float *logi
             UNROLL for (int i = 0; i < 8 / KEY_BITS; i++) { /* channels of the group that are code i of their byte */
                 int low = group * KEY_GROUP > i * KEY_ROW ? group * KEY_GROUP : i * KEY_ROW;
                 int high = (group + 1) * KEY_GROUP < (i + 1) * KEY_ROW ? (group + 1) * KEY_GROUP : (i + 1) * KEY_ROW;
-                for (int d = low; d < high; d += 4)
+                for (int d = low; d < high; d += 4) {
+                    for (int x = 0; x < PAGE_BYTES * 4 / D; x += 64) __builtin_prefetch(next_page + PAGE_BYTES * 4 / D * (d / 4) + x);
                     UNROLL for (int b = 0; b < 4; b++)
                         UNROLL for (int v = 0; v < TILE; v++) {
                             Ints word = load(&s->key_word[(d - i * KEY_ROW) / 4][t + v * LANES]);
                             Floats code = code_of(word, b, i, KEY_BITS);
                             UNROLL for (int g = 0; g < count; g++) dot[g][v] += s->q_code[first + g][d + b] * code;
                         }
+                }
             }
             UNROLL for (int v = 0; v < TILE; v++) {
                 Ints meta = load(&s->key_meta[group][t + v * LANES]);
@@ -155,24 +162,22 @@ static float softmax_step(float *logit, int count, float *max, float *sum) {
 
 static void attend_pages(Scratch *s, const uint8_t *const *page, int num_pages, Partial *part) {
     for (int n = 0; n < num_pages; n++) {
-        if (n + 1 < num_pages)
-            for (int x = 0; x < PAGE_BYTES; x += 64) __builtin_prefetch(page[n + 1] + x);
-        for (int t = 0; t < PAGE; t++)
-            for (int j = 0; j < KEY_ROW / 4; j++)
-                memcpy(&s->key_word[j][t], page[n] + token_at(t) * KEY_ROW + 4 * j, 4);
+        transpose_words((const int32_t *)page[n], KEY_ROW / 4, &s->key_word[0][0]);
         for (int group = 0; group < KEY_GROUPS; group++)
-            for (int t = 0; t < PAGE; t++)
-                memcpy(&s->key_meta[group][t], page[n] + KEY_META + 4 * (group * PAGE + token_at(t)), 4);
-        for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK) score_page(s, g, QUERY_BLOCK, &s->logit[g][n * PAGE]);
-        if (QUERY_REST) score_page(s, G - QUERY_REST, QUERY_REST, &s->logit[G - QUERY_REST][n * PAGE]);
-        for (int group = 0; group < VALUE_GROUPS; group++)
-            for (int t = 0; t < PAGE; t++) {
-                uint32_t meta;
-                memcpy(&meta, page[n] + VALUE_META + 4 * (group * PAGE + token_at(t)), 4);
-                float scale = bits_to_float(meta << 16);
-                s->scale[group][n * PAGE + t] = scale / (1 << code_shift(t / 16, 0, VALUE_BITS));
-                s->scale_zero[group][n * PAGE + t] = scale * bits_to_float(meta & 0xffff0000u);
-            }
+            transpose_words((const int32_t *)(page[n] + KEY_META) + group * PAGE, 1, s->key_meta[group]);
+        for (int group = 0; group < VALUE_GROUPS; group++) {
+            transpose_words((const int32_t *)(page[n] + VALUE_META) + group * PAGE, 1, s->value_meta);
+            for (int t = 0; t < PAGE; t += 16)
+                for (int l = 0; l < 16; l++) {
+                    uint32_t meta = s->value_meta[t + l];
+                    float scale = bits_to_float(meta << 16);
+                    s->scale[group][n * PAGE + t + l] = scale / (1 << code_shift(t / 16, 0, VALUE_BITS));
+                    s->scale_zero[group][n * PAGE + t + l] = scale * bits_to_float(meta & 0xffff0000u);
+                }
+        }
+        for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK)
+            score_page(s, g, QUERY_BLOCK, &s->logit[g][n * PAGE], page[n + 1]);
+        if (QUERY_REST) score_page(s, G - QUERY_REST, QUERY_REST, &s->logit[G - QUERY_REST][n * PAGE], page[n + 1]);
     }
     float rescale[G];
     for (int g = 0; g < G; g++) {
@@ -274,8 +279,9 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
     if (!parts) return 1;
 #pragma omp parallel num_threads(threads)
     {
-        static _Thread_local Scratch scratch; /* its address is taken once: looking it up in a loop costs more than the loop */
+        static _Thread_local Scratch scratch;
         Scratch *s = &scratch;
+        __asm__("" : "+r"(s)); /* a compiler that knows where s comes from looks the address up again inside the loops */
 #pragma omp for schedule(dynamic)
         for (int task = 0; task < B * K * splits; task++) {
             const int pair = task / splits, split = task % splits, row = pair / K, head = pair % K;
@@ -292,10 +298,12 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
             }
             int n = split * split_pages, end = n + split_pages < num_pages[row] ? n + split_pages : num_pages[row];
             for (; n < end; n += BLOCK_PAGES) {
-                const uint8_t *page[BLOCK_PAGES];
+                const uint8_t *page[BLOCK_PAGES + 1]; /* and the next one, to fetch ahead */
                 int count = end - n < BLOCK_PAGES ? end - n : BLOCK_PAGES;
-                for (int i = 0; i < count; i++)
-                    page[i] = pages + ((size_t)table[(size_t)row * N + n + i] * K + head) * PAGE_BYTES;
+                for (int i = 0; i <= count; i++) {
+                    int column = n + i < end ? n + i : end - 1;
+                    page[i] = pages + ((size_t)table[(size_t)row * N + column] * K + head) * PAGE_BYTES;
+                }
                 attend_pages(s, page, count, part);
             }
             finish_task(s, part);

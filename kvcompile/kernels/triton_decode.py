@@ -130,7 +130,7 @@ def _bf16_pairs(x, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _bf16_dot(a, pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """bf16 ``[ROWS, k]`` times pairs ``[k, 2 PAIRS]``: float32 ``[ROWS, PAIRS]``. The interpreter multiplies no bf16."""
+    """bf16 ``[ROWS, k]`` times pairs ``[k, 2 PAIRS]``: float32 ``[ROWS, PAIRS]``. Interpreters multiply no bf16."""
     both = tl.dot(as_float(a), as_float(pairs)) if _INTERPRETED else tl.dot(a, pairs)
     high, low = tl.split(both.reshape(ROWS, PAIRS, 2))
     return high + low
@@ -328,7 +328,7 @@ def _attend_windows(
     tl.store(stats_ptr + 2 * g + 1, l_G, mask=g < G)
 
 
-@triton.jit(do_not_specialize=["num_heads", "sink", "ring", "page_splits", "window_splits"])
+@triton.jit(do_not_specialize=["num_heads", "sink", "ring", "page_splits", "window_splits", "table_stride_b"])
 def _split_kernel(
     q_ptr, pages_ptr, table_ptr, num_pages_ptr, num_tokens_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
     partial_ptr, stats_ptr, scaling, num_heads, sink, ring, page_splits, window_splits,
@@ -403,9 +403,9 @@ def _merge_kernel(
 
 
 def attend(q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfig | None = None) -> Tensor:
-    """Attention of one new token per row over everything in the layer; float32 ``[B, H, D]`` in the rotated value basis.
+    """Attention of one new rotated query per row and head: means `codec.attend_layer`; float32 ``[B, H, D]``.
 
-    Means `codec.attend_layer`. Reads lengths and page tables on the device only.
+    Lengths and page tables are read on the device only, so the call may be captured into a CUDA graph.
     """
     batch, num_queries, head_dim = q_BHD.shape
     num_heads = layer.pages_PKX.shape[1]

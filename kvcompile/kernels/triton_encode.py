@@ -171,7 +171,7 @@ def rotate_write(
     pages_PKX: Tensor,
     ids_N: Tensor,
 ) -> None:
-    """Rotate (where a rotation is given), round to BF16, clip, quantize, pack and write blocks of 64 rows: one launch."""
+    """Rotate (where a rotation is given), round to BF16, clip, quantize, pack and write blocks of 64 rows at once."""
     num_blocks, num_heads, num_tokens, head_dim = k_NKTD.shape
     if num_tokens != PAGE_TOKENS or v_NKTD.shape != k_NKTD.shape:
         raise ValueError(f"expected blocks [N, K, {PAGE_TOKENS}, D], got {[*k_NKTD.shape]} and {[*v_NKTD.shape]}")
@@ -195,7 +195,7 @@ def rotate_write(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_kernel(
     x_ptr, r_ptr, out_ptr, num_tokens, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h,
     HEADS_PER_MATRIX: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,

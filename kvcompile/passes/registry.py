@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvcompile.errors import SchemeError
 from kvcompile.passes.base import Pass
@@ -48,7 +49,7 @@ def pass_names() -> list[str]:
     return list(_FACTORIES)
 
 
-def pass_class(name: str) -> type:
+def pass_class(name: str) -> Any:
     """The class of a registered pass; raises SchemeError for an unknown name."""
     if name not in _FACTORIES:
         raise SchemeError(f"unknown pass '{name}'; there are {', '.join(_FACTORIES)}")

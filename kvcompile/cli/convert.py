@@ -1,0 +1,84 @@
+"""`kvcompile convert`."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from kvcompile.cli.console import ConsoleInstrument, cost_table, tracker
+from kvcompile.passes.convert import convert
+from kvcompile.passes.dump import DumpIR
+
+
+@click.command("convert")
+@click.argument("model")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="Directory to create.")
+@click.option("-s", "--scheme", default="oscar-int2", show_default=True, help="Built-in scheme or TOML file.")
+@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override one field of the scheme; repeatable.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text file, JSONL file or folder  [default: bundled text].")
+@click.option("--calibration-field", default="text", show_default=True, help="Field that holds the text in JSONL.")
+@click.option("--calibration-tokens", type=click.IntRange(1), help="Tokens to calibrate on  [default: the scheme's].")
+@click.option("--seed", default=0, show_default=True, help="Order in which calibration documents are drawn.")
+@click.option("--device", default="cpu", show_default=True, help="Where calibration runs, for example cuda.")
+@click.option("--weights", type=click.Choice(["fold", "overlay"]), default="fold", show_default=True,
+              help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Check model, scheme and output, print the plan, write nothing.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
+@click.option("--force", is_flag=True, help="Replace an existing artifact.")
+@click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the IR after every pass into this folder.")
+@click.option("--stop-after", metavar="PASS", help="Stop after this pass; nothing is published.")
+def convert_command(
+    model: str,
+    out: Path,
+    scheme: str,
+    overrides: tuple[str, ...],
+    calibration: Path | None,
+    calibration_field: str,
+    calibration_tokens: int | None,
+    seed: int,
+    device: str,
+    weights: str,
+    dry_run: bool,
+    resume: bool,
+    force: bool,
+    dump_ir: Path | None,
+    stop_after: str | None,
+) -> None:
+    """Convert MODEL (a checkpoint directory or a Hugging Face id) so that its KV cache is packed.
+
+    \b
+    Example:
+      kvcompile convert path/to/model --scheme oscar-int2 -o out/
+      kvcompile convert path/to/model -o out/ --set key.rotation.scope=layer --set value.clip.ratio=0.9
+    """
+    console = Console(stderr=True)
+    instruments = [ConsoleInstrument(console), *([DumpIR(dump_ir)] if dump_ir else [])]
+    result = convert(
+        model,
+        out,
+        scheme,
+        overrides=overrides,
+        calibration=calibration,
+        calibration_field=calibration_field,
+        calibration_tokens=calibration_tokens,
+        seed=seed,
+        device=device,
+        weights="overlay" if weights == "overlay" else "fold",
+        dry_run=dry_run,
+        resume=resume,
+        force=force,
+        stop_after=stop_after,
+        instruments=instruments,
+        track=tracker(console),
+    )
+    if result.manifest is None:
+        layers = result.ir.layers()
+        state = "dry run" if dry_run else f"stopped after {stop_after}"
+        click.echo(
+            f"{state}: {layers.architecture}, {len(layers.compiled)} of {len(layers.layers)} layers would be packed with "
+            f"{result.ir.scheme.name}; passes {', '.join(result.ir.scheme.passes)}; nothing was written to {out}"
+        )
+        return
+    console.print(cost_table(result))
+    bits = ", ".join(f"{value:.2f} at {label}" for label, value in result.manifest.bits_per_element.items())
+    click.echo(f"wrote {result.out}: {len(result.manifest.compiled)} layers packed, bits per element {bits}")

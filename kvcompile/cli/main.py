@@ -1,0 +1,68 @@
+"""The `kvcompile` command: its group, and the one place where errors become a sentence and an exit code."""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from kvcompile.errors import KvCompileError
+from kvcompile.version import __version__
+
+COMMANDS = ("convert", "verify", "inspect", "generate", "schemes", "passes")
+
+
+class LazyGroup(click.Group):
+    """Loads a command's module when it is called, so that `--help` does not import torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands, in the order in which a newcomer meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name, imported now."""
+        if cmd_name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"kvcompile.cli.{cmd_name}"), f"{cmd_name}_command")
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvcompile")
+def cli() -> None:
+    """kvcompile: the compiler for KV caches.
+
+    Converts a Hugging Face decoder checkpoint into one whose KV cache takes 2-4 bits per element.
+
+    \b
+    Example:
+      kvcompile convert path/to/model --scheme oscar-int2 -o out/
+      kvcompile verify out/ --source path/to/model
+      kvcompile generate out/ --prompt "Once upon a time"
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; a KvCompileError is printed as one sentence and exits with 1, an interrupt with 130."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        code: Any = cli.main(args=arguments, prog_name="kvcompile", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KvCompileError as error:
+        sys.exit(_say(str(error), error))
+    except (click.Abort, KeyboardInterrupt) as error:
+        _say("interrupted", error)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _say(message: str, error: BaseException) -> int:
+    """Print an error and its notes to stderr; the exit code."""
+    click.echo(f"error: {message}", err=True)
+    for note in getattr(error, "__notes__", []):
+        click.echo(f"  {note}", err=True)
+    return 1

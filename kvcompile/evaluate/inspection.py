@@ -1,0 +1,86 @@
+"""`kvcompile inspect`: what a checkpoint or an artifact caches, what it costs, and what is supported, before any work."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcompile.artifact import MANIFEST_NAME, open_artifact
+from kvcompile.checkpoint import open_checkpoint
+from kvcompile.errors import SchemeError
+from kvcompile.models import AttentionLayer, take_inventory
+from kvcompile.passes.emit import CONTEXTS
+from kvcompile.passes.inventory import check_fit
+from kvcompile.scheme import Scheme, bits_per_element, history_bits, load_scheme
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class LayerInspection:
+    """One layer: heads, whether the scheme packs its cache, and bytes per cached token (BF16, packed history)."""
+
+    index: int
+    kind: str
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    reason: str
+    bf16_bytes: int
+    packed_bytes: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model or an artifact; `bits_per_element` is by context length, over the layers that are packed."""
+
+    path: Path
+    architecture: str
+    model_type: str
+    scheme: str
+    converted: bool
+    layers: tuple[LayerInspection, ...]
+    bits_per_element: dict[str, float]
+
+    @property
+    def packed_layers(self) -> int:
+        """How many layers have a packed cache."""
+        return sum(not layer.reason for layer in self.layers)
+
+
+def inspect(path: str | Path, scheme: str | Scheme = "oscar-int2") -> Inspection:
+    """Describe a checkpoint under `scheme`, or an artifact under its own.
+
+    Raises UnsupportedArchitectureError or CheckpointError as convert would.
+    """
+    path = Path(path)
+    converted = (path / MANIFEST_NAME).exists()
+    if converted:
+        artifact = open_artifact(path)
+        scheme = artifact.manifest.scheme
+        checkpoint = open_checkpoint(artifact.weights_path)
+    else:
+        scheme = scheme if isinstance(scheme, Scheme) else load_scheme(scheme)
+        checkpoint = open_checkpoint(path)
+    inventory = take_inventory(checkpoint)
+    layers = tuple(_inspect_layer(layer, scheme) for layer in inventory.layers)
+    packed = [layer for layer in layers if not layer.reason]
+    bits = {
+        label: sum(bits_per_element(scheme, x.head_dim, tokens) for x in packed) / max(len(packed), 1)
+        for label, tokens in CONTEXTS.items()
+    }
+    return Inspection(checkpoint.path, inventory.architecture, inventory.model_type, scheme.name, converted, layers, bits if packed else {})
+
+
+def _inspect_layer(layer: AttentionLayer, scheme: Scheme) -> LayerInspection:
+    elements = layer.num_key_value_heads * layer.head_dim
+    dense = 2 * elements * BF16_BYTES
+    reason = layer.reason
+    if not reason:
+        try:
+            check_fit(scheme, layer)
+        except SchemeError as error:
+            reason = str(error)
+    bits = [history_bits(row.quantizer, layer.head_dim) for _, row in scheme.rows()]
+    packed = float(dense) if reason else elements * sum(bits) / 8
+    return LayerInspection(
+        layer.index, layer.kind, layer.num_heads, layer.num_key_value_heads, layer.head_dim, reason, dense, packed
+    )

@@ -1,0 +1,141 @@
+"""`kvcompile verify`: is a converted directory whole, self-consistent, and the same model as its source?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvcompile.artifact import Artifact, open_artifact, orthogonality_error
+from kvcompile.calibration import read_corpus, tokenize_corpus
+from kvcompile.checkpoint import Checkpoint, file_digest, open_checkpoint
+from kvcompile.errors import VerificationError
+from kvcompile.models import Inventory, load_model, load_tokenizer, take_inventory
+from kvcompile.models.agreement import (
+    KL_TOLERANCE,
+    LOGITS_TOLERANCE,
+    PROJECTION_TOLERANCE,
+    LogitAgreement,
+    compare_logits,
+    logits_of,
+    projection_error,
+    projections,
+)
+
+ORTHOGONALITY_TOLERANCE = 1e-5
+VERIFY_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked: one sentence per check that passed, and the logits against the source, if one was given."""
+
+    checks: tuple[str, ...]
+    logits: LogitAgreement | None
+
+
+def verify(directory: str | Path, source: str | Path | None = None) -> Verification:
+    """Check hashes, tensor shapes, orthogonality and, with `source`, that folding left the model as it was.
+
+    Logits are compared in float32 on 256 tokens of the bundled text: relative error at most 1e-4 for float32
+    checkpoints, KL at most 2e-4 nats per token for 16-bit ones. Raises VerificationError or ArtifactError naming the
+    first file, layer or tensor that does not hold.
+    """
+    artifact = open_artifact(directory, source)
+    checks = [_check_files(artifact), _check_sidecar(artifact)]
+    artifact.check_projections()
+    checks.append(f"{len(artifact.manifest.weights.projections)} projections belong to the sidecar")
+    agreement = None
+    if source is not None and artifact.manifest.weights.mode == "fold":
+        original, converted = open_checkpoint(source), Checkpoint(artifact.weights_path)
+        checks.append(_check_unchanged(original, converted, artifact))
+        checks.append(_check_projections(original, converted, take_inventory(original), artifact))
+        agreement = _check_logits(original, converted, artifact)
+        checks.append(
+            f"logits agree with the source: relative error {agreement.relative_error:.1e}, KL {agreement.kl:.1e} nats, "
+            f"same top token {agreement.agreement:.1%}"
+        )
+    return Verification(tuple(checks), agreement)
+
+
+def _check_files(artifact: Artifact) -> str:
+    for name, digest in artifact.manifest.weights.files.items():
+        path = artifact.weights_path / name
+        if not path.is_file():
+            raise VerificationError(f"weight file {path} is missing")
+        if file_digest(path) != digest:
+            raise VerificationError(f"weight file {path} does not match its hash in the manifest: it was altered or damaged")
+    return f"{len(artifact.manifest.weights.files)} weight files match their hashes"
+
+
+def _check_sidecar(artifact: Artifact) -> str:
+    tensors, manifest = artifact.tensors, artifact.manifest
+    for name, shape in manifest.sidecar.shapes.items():
+        if name not in tensors:
+            raise VerificationError(f"sidecar tensor {name} is missing")
+        if list(tensors[name].shape) != shape:
+            raise VerificationError(f"sidecar tensor {name} has shape {list(tensors[name].shape)}, the manifest says {shape}")
+        if not tensors[name].isfinite().all():
+            raise VerificationError(f"sidecar tensor {name} holds NaN or infinity")
+    for layer in manifest.compiled:
+        square = [layer.num_key_value_heads, layer.head_dim, layer.head_dim]
+        for half, row in (("key", layer.key), ("value", layer.value)):
+            assert row is not None
+            where = f"layer {layer.index}: sidecar tensor {row.rotation}"
+            if row.rotation is not None:
+                if manifest.sidecar.shapes.get(row.rotation) != square:
+                    raise VerificationError(f"{where} has shape {manifest.sidecar.shapes.get(row.rotation)}, expected {square}")
+                error = orthogonality_error(tensors[row.rotation])
+                if not error <= ORTHOGONALITY_TOLERANCE:
+                    raise VerificationError(f"{where} is not orthogonal (error {error:.1e}, allowed {ORTHOGONALITY_TOLERANCE:.0e})")
+            stored = float(tensors[f"layers.{layer.index}.{half}.clip_ratio"])
+            if stored != row.clip_ratio:
+                raise VerificationError(f"layer {layer.index}: {half} clip ratio is {row.clip_ratio} in the manifest but {stored} in the sidecar")
+    return f"{len(tensors)} sidecar tensors have the right shapes, and rotations are orthogonal"
+
+
+def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> str:
+    edited = set(artifact.manifest.weights.projections)
+    if set(original.entries) != set(converted.entries):
+        name = min(set(original.entries) ^ set(converted.entries))
+        raise VerificationError(f"tensor {name} is in only one of {original.path} and {converted.path}; is this the right source?")
+    for name in sorted(original.entries):
+        ours, theirs = converted.load(name), original.load(name)
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (name not in edited and not _same_bits(ours, theirs)):
+            raise VerificationError(f"tensor {name} differs from {original.path}, although it should be unchanged; is this the right source?")
+    return f"{len(original.entries) - len(edited)} other tensors equal the source bit for bit"
+
+
+def _check_projections(original: Checkpoint, converted: Checkpoint, inventory: Inventory, artifact: Artifact) -> str:
+    worst = 0.0
+    compiled = {record.index for record in artifact.manifest.compiled}
+    for layer in inventory.compiled:
+        if layer.index not in compiled:
+            continue
+        source = projections(original, layer)
+        error = projection_error(layer, source, projections(converted, layer))
+        tolerance = PROJECTION_TOLERANCE[source[layer.v_weight].dtype]
+        if not error <= tolerance:
+            raise VerificationError(
+                f"layer {layer.index}: {layer.v_weight} and {layer.o_weight} do not compute what the source computes "
+                f"(relative error {error:.1e}, allowed {tolerance:.0e})"
+            )
+        worst = max(worst, error)
+    return f"value projections compute what the source computes in every layer (largest relative error {worst:.1e})"
+
+
+def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> LogitAgreement:
+    tokenizer = load_tokenizer(original.path)
+    length = min(VERIFY_TOKENS, int(original.config.get("max_position_embeddings", VERIFY_TOKENS)))
+    ids = tokenize_corpus(read_corpus(None), tokenizer, length, length)[0]
+    reference = logits_of(load_model(original.path, "sdpa"), ids)
+    agreement = compare_logits(reference, logits_of(load_model(converted.path, "sdpa"), ids))
+    exact = {converted.load(name).dtype for name in artifact.manifest.weights.projections} <= {torch.float32}
+    if exact and not agreement.relative_error <= LOGITS_TOLERANCE:
+        raise VerificationError(f"logits differ from {original.path} by {agreement.relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}")
+    if not exact and not agreement.kl <= KL_TOLERANCE:
+        raise VerificationError(f"logits differ from {original.path} by a KL of {agreement.kl:.1e} nats per token, allowed {KL_TOLERANCE:.0e}")
+    return agreement
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -1,0 +1,224 @@
+"""The decode kernel means `attend_layer`: on the GPU where there is one, else in Triton's interpreter."""
+# ruff: noqa: E402 - the interpreter must be chosen before the kernels are imported
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+from test_triton_encode import compile_for_hopper
+
+from kvcompile.codec.layer import LayerCache, attend_layer
+from kvcompile.codec.page import PageFormat, encode_pages
+from kvcompile.codec.quantizer import RowFormat
+from kvcompile.kernels.triton_decode import DecodeConfig, attend
+
+TOLERANCE = 3e-4  # relative error of a head's output against float64 on the same codes
+
+
+def random_layer(
+    fmt: PageFormat, num_heads: int, num_tokens: list[int], sink: int, ring: int, seed: int = 0
+) -> LayerCache:
+    """A layer of random tokens, its pages in random order in the pool; as much history in pages as the row allows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, fmt.head_dim, generator=generator).bfloat16()
+
+    num_pages = [max(n - sink, 0) // 64 for n in num_tokens]
+    # Every second row leaves its last pages in the ring as long as the ring has room.
+    num_pages = [max(n - ring // 64 + 1, 0) if row % 2 else n for row, n in enumerate(num_pages)]
+    pool = sum(num_pages) + 3
+    ids = torch.randperm(pool, generator=generator).int()
+    table = torch.full((len(num_tokens), max(num_pages) + 2), 2**30, dtype=torch.int32)
+    for row, n in enumerate(num_pages):
+        table[row, :n], ids = ids[:n], ids[n:]
+    v = rows(pool, num_heads, 64) * torch.linspace(0.1, 3, fmt.head_dim).bfloat16() + 0.5
+    return LayerCache(
+        fmt,
+        encode_pages(rows(pool, num_heads, 64), v, fmt),
+        table,
+        torch.tensor(num_pages, dtype=torch.int32),
+        torch.tensor(num_tokens, dtype=torch.int32),
+        *(rows(len(num_tokens), num_heads, slots) for slots in (sink, sink, ring, ring)),
+    )
+
+
+def on_device(layer: LayerCache) -> LayerCache:
+    tensors = {name: x.to(DEVICE) for name, x in vars(layer).items() if isinstance(x, torch.Tensor)}
+    return replace(layer, **tensors)
+
+
+def attend_exactly(q: torch.Tensor, layer: LayerCache, scaling: float) -> torch.Tensor:
+    """`attend_layer` in float64."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for row in range(q.shape[0]):
+        k, v = (x.double() for x in layer.dense_row(row))
+        if k.shape[1]:
+            weights = (q[row].double().unflatten(0, (k.shape[0], -1)) @ k.transpose(1, 2) * scaling).softmax(dim=-1)
+            out[row] = (weights @ v).flatten(0, 1)
+    return out
+
+
+def check(q: torch.Tensor, layer: LayerCache, scaling: float, config: DecodeConfig | None = None) -> torch.Tensor:
+    out = attend(q.to(DEVICE), on_device(layer), scaling, config)
+    assert out.dtype == torch.float32
+    exact = attend_exactly(q, layer, scaling)
+    error = (out.cpu().double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
+    assert error.max() < TOLERANCE, error
+    return out.cpu()
+
+
+CASES = [  # head_dim, (bits, group) of the keys, of the values, KV heads, G, tokens, sink, ring
+    (128, (2, 128), (2, 128), 2, 4, [450, 0, 63, 1], 64, 128),
+    (128, (2, 32), (2, 64), 1, 5, [321], 3, 64),
+    (128, (4, 128), (2, 128), 1, 8, [257, 200], 64, 128),
+    (64, (2, 64), (2, 64), 2, 1, [190, 65], 0, 64),
+    (64, (2, 16), (4, 32), 1, 7, [300, 130], 70, 192),
+    (16, (2, 16), (2, 16), 3, 3, [290, 90, 64], 64, 128),
+    (16, (4, 16), (4, 16), 1, 2, [130], 1, 64),
+    (80, (4, 40), (2, 16), 1, 16, [203], 4, 64),
+    (80, (2, 80), (4, 80), 1, 1, [150], 4, 64),
+    (96, (2, 96), (2, 32), 1, 6, [200], 65, 64),
+    (96, (4, 48), (4, 96), 1, 3, [170], 8, 128),
+    (256, (2, 256), (2, 64), 1, 2, [260], 64, 64),
+    (256, (4, 128), (4, 256), 1, 4, [140], 64, 64),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "key", "value", "num_heads", "groups", "num_tokens", "sink", "ring"), CASES)
+def test_attend_means_the_codec(head_dim, key, value, num_heads, groups, num_tokens, sink, ring):
+    fmt = PageFormat(RowFormat(head_dim, *key, 0.96), RowFormat(head_dim, *value, 0.92))
+    layer = random_layer(fmt, num_heads, num_tokens, sink, ring)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(len(num_tokens), num_heads * groups, head_dim, generator=generator).bfloat16()
+    out = check(q, layer, head_dim**-0.5, DecodeConfig(2, 2))
+    torch.testing.assert_close(out, attend_layer(q, layer, head_dim**-0.5), rtol=1e-2, atol=1e-3)
+    assert not out[layer.num_tokens_B == 0].any()
+
+
+SMALL = PageFormat(RowFormat(32, 2, 32, 0.96), RowFormat(32, 2, 32, 0.92))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        DecodeConfig(1, 1),
+        DecodeConfig(7, 3, table_block=2),
+        DecodeConfig(3, 5, table_block=1, window_tile=32, num_stages=1),
+        DecodeConfig(20, 2, window_tile=64),
+    ],
+)
+def test_any_division_of_the_work(config):
+    layer = random_layer(SMALL, 1, [900, 70, 5], 40, 192)
+    q = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(1))
+    check(q, layer, 0.2, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sharpness", [1e-6, 1.0, 100.0])
+def test_queries_of_any_kind(dtype, sharpness):
+    layer = random_layer(SMALL, 2, [333, 129], 64, 128)
+    q = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
+    check((sharpness * q).to(dtype), layer, 0.2, DecodeConfig(2, 1))
+
+
+def test_zero_query():
+    layer = random_layer(SMALL, 1, [333], 64, 128)
+    check(torch.zeros(1, 1, 32), layer, 0.2, DecodeConfig(2, 1))
+
+
+def test_weights_of_very_different_size():
+    """Fixed point must not lose light tokens beside heavy ones: neither in another tile nor with a larger scale."""
+    generator = torch.Generator().manual_seed(0)
+    layer = random_layer(SMALL, 1, [64 * 12 + 1], 0, 64)
+    k, v = (torch.randn(12, 1, 64, 32, generator=generator) for _ in range(2))
+    direction = torch.ones(32)
+    k[3, 0, 5] += 8 * direction / 32**0.5 * 3  # one heavy key, whose value is tiny
+    v[3, 0, 5] *= 1e-3
+    v[7] *= 100.0  # light keys with large values
+    pages = layer.pages_PKX.clone()
+    pages[layer.table_BN[0, :12].long()] = encode_pages(k.bfloat16(), v.bfloat16(), SMALL)
+    q = 2 * direction[None, None] + torch.randn(1, 4, 32, generator=generator) * 0.3
+    check(q, replace(layer, pages_PKX=pages), 0.25, DecodeConfig(2, 1))
+
+
+def test_any_strides():
+    """Pages of one layer inside a pool of several, windows [B, slots, K, D] in memory, queries in a wider tensor."""
+    layer = random_layer(SMALL, 2, [400, 90], 30, 128)
+    q = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = attend(q.to(DEVICE), on_device(layer), 0.2)
+    pool = torch.zeros(3, *layer.pages_PKX.shape, dtype=torch.uint8).transpose(0, 1)
+    pool[:, 1] = layer.pages_PKX
+    wide_q = torch.zeros(2, 6, 48, dtype=torch.bfloat16)
+    wide_q[:, 1:5, 8:40] = q
+    moved = on_device(layer)
+    windows = ("sink_k_BKSD", "sink_v_BKSD", "recent_k_BKWD", "recent_v_BKWD")
+    moved = replace(moved, **{x: getattr(moved, x).transpose(1, 2).contiguous().transpose(1, 2) for x in windows})
+    moved = replace(moved, pages_PKX=pool.to(DEVICE)[:, 1])
+    assert torch.equal(attend(wide_q.to(DEVICE)[:, 1:5, 8:40], moved, 0.2), expected)
+
+
+def test_wrong_shapes_are_refused():
+    layer = on_device(random_layer(SMALL, 2, [70], 0, 64))
+    with pytest.raises(ValueError, match="do not fit"):
+        attend(torch.zeros(1, 3, 32, device=DEVICE), layer, 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        attend(torch.zeros(2, 2, 32, device=DEVICE), layer, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_graph_replays_with_other_lengths():
+    """Lengths and tables are read on the device: a captured call serves a cache that has grown."""
+    layer = random_layer(SMALL, 2, [700, 300], 64, 128)
+    q = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    device_q, device_layer = q.to(DEVICE), on_device(layer)
+    device_layer.num_tokens_B.fill_(10)
+    device_layer.num_pages_B.fill_(0)
+    attend(device_q, device_layer, 0.2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(device_q, device_layer, 0.2)
+    device_layer.num_tokens_B.copy_(layer.num_tokens_B)
+    device_layer.num_pages_B.copy_(layer.num_pages_B)
+    graph.replay()
+    exact = attend_exactly(q, layer, 0.2)
+    assert (out.cpu().double() - exact).norm() < TOLERANCE * exact.norm()
+
+
+BF16_POINTERS = ("q_ptr", "sink_k_ptr", "sink_v_ptr", "recent_k_ptr", "recent_v_ptr")
+TYPES = (
+    dict.fromkeys(BF16_POINTERS, "*bf16")
+    | dict.fromkeys(("table_ptr", "num_pages_ptr", "num_tokens_ptr"), "*i32")
+    | dict.fromkeys(("partial_ptr", "stats_ptr", "out_ptr"), "*fp32")
+    | {"pages_ptr": "*u8", "scaling": "fp32"}
+)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 128), (2, 32), (4, 128)])
+def test_compiles_for_hopper(bits, group, tmp_path):
+    """Tensor cores on the codes, copies in flight ahead of them, no spills."""
+    chunk = 128 * bits // 8
+    sides = {f"{s}_{name}": x for s in "KV" for name, x in (("BITS", bits), ("GROUP", group), ("CHUNK", chunk))}
+    constants = {"G": 4, "PG": 4, "D": 128, "WIDTH": 128, "TABLE": 64, "WINDOW_TILE": 16, "STAGES": 3}
+    kernel = "kvcompile.kernels.triton_decode:_split_kernel"
+    built = compile_for_hopper(kernel, TYPES, constants | sides, tmp_path, num_warps=1, num_stages=3)
+    assert "mma.sync.aligned.m16n8k32.row.col" in built["ptx"]
+    assert "IMMA.16832.S8.S8" in built["sass"]
+    assert "LDGSTS.E.BYPASS.128" in built["sass"]
+    assert "STL" not in built["sass"]
+
+
+def test_merge_compiles_for_hopper(tmp_path):
+    kernel = "kvcompile.kernels.triton_decode:_merge_kernel"
+    constants = {"G": 4, "D": 128, "WIDTH": 128, "BLOCK": 16}
+    assert compile_for_hopper(kernel, TYPES, constants, tmp_path, num_warps=4)["ptx"]

@@ -1,0 +1,232 @@
+"""The encoding kernels equal the codec bit for bit: on the GPU where there is one, else in Triton's interpreter."""
+# ruff: noqa: E402 - the interpreter must be chosen before the kernels are imported
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+from kvcompile.codec.page import PageFormat, encode_pages
+from kvcompile.codec.quantizer import RowFormat
+from kvcompile.kernels.triton_encode import rotate_rows, rotate_write, write_pages
+from kvcompile.linalg import hadamard
+
+FORMATS = [  # head_dim, (bits, group, clip) of the keys, of the values
+    (128, (2, 128, 0.96), (2, 128, 0.92)),
+    (128, (4, 128, 1.0), (2, 32, 0.92)),
+    (128, (2, 64, 0.5), (4, 16, 0.0)),
+    (64, (2, 64, 0.96), (2, 64, 1.0)),
+    (64, (2, 16, 0.9), (4, 32, 0.96)),
+    (16, (2, 16, 0.96), (4, 16, 0.92)),
+    (80, (2, 80, 0.96), (4, 40, 0.92)),
+    (80, (4, 16, 0.96), (2, 20, 0.92)),
+    (96, (2, 96, 1.0), (2, 32, 0.96)),
+    (96, (4, 48, 0.92), (4, 96, 0.96)),
+    (256, (2, 256, 0.96), (2, 64, 0.92)),
+    (256, (4, 128, 0.99), (4, 256, 0.96)),
+]
+
+
+def page_format(head_dim: int, key: tuple[int, int, float], value: tuple[int, int, float]) -> PageFormat:
+    return PageFormat(RowFormat(head_dim, *key), RowFormat(head_dim, *value))
+
+
+def awkward_rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random rows in bf16 whose first ones are degenerate: constants, zeros, huge, tiny, subnormal, ties."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(shape, generator=generator) * (torch.rand(shape[-1], generator=generator) * 4).exp()
+    head_dim = shape[-1]
+    rows[..., 0, :] = 0.0
+    rows[..., 1, :] = 1.7
+    rows[..., 2, :] = -3e-5
+    rows[..., 3, :] = 1e-39  # subnormal
+    rows[..., 4, :] *= 1e-38
+    rows[..., 5, 0], rows[..., 5, 1] = 3e38, -3e38  # the range overflows
+    rows[..., 6, head_dim // 2] = 1e30
+    rows[..., 7, :] = torch.arange(head_dim) % 4  # on the grid
+    rows[..., 8, :] = torch.arange(head_dim) % 7 * 0.5  # between two codes
+    rows[..., 9, :] = rows[..., 9, :1]
+    rows[..., 9, 3] *= 1.0078125  # one bf16 step
+    rows[..., 10, : head_dim // 2] = 2.0
+    return rows.bfloat16()
+
+
+def encode_by_kernel(k: torch.Tensor, v: torch.Tensor, fmt: PageFormat) -> torch.Tensor:
+    """Pages [N, K, X] by the kernel, written out of order between pages that must stay as they are."""
+    num_blocks = k.shape[0]
+    pages = torch.full((num_blocks + 2, k.shape[1], fmt.page_bytes), 173, dtype=torch.uint8, device=DEVICE)
+    ids = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
+    write_pages(k.to(DEVICE), v.to(DEVICE), fmt, pages, ids.to(DEVICE))
+    assert (pages[0] == 173).all()
+    assert (pages[-1] == 173).all()
+    return pages.cpu()[ids.long()]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(("head_dim", "key", "value"), FORMATS)
+def test_pages_equal_the_codec(head_dim, key, value):
+    fmt = page_format(head_dim, key, value)
+    k, v = awkward_rows(2, 2, 64, head_dim), awkward_rows(2, 2, 64, head_dim, seed=1)
+    assert torch.equal(encode_by_kernel(k, v, fmt), encode_pages(k, v, fmt))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("clip", [0.0, 0.3, 0.97, 0.985, 1.0])
+def test_every_clip_index(bits, clip):
+    fmt = page_format(64, (bits, 64, clip), (bits, 32, 1 - clip))
+    k, v = awkward_rows(1, 1, 64, 64, seed=2), awkward_rows(1, 1, 64, 64, seed=3)
+    assert torch.equal(encode_by_kernel(k, v, fmt), encode_pages(k, v, fmt))
+
+
+def test_any_strides():
+    """Rows that lie [N, T, K, D] in memory inside wider tensors, and pages inside a pool of several layers."""
+    fmt = page_format(64, (2, 64, 0.96), (2, 64, 0.92))
+    k, v = awkward_rows(3, 2, 64, 64), awkward_rows(3, 2, 64, 64, seed=1)
+    wide = torch.zeros(3, 64, 2, 96, dtype=torch.bfloat16, device=DEVICE)
+    device_k = wide[..., 16:80].transpose(1, 2)
+    device_k.copy_(k)
+    device_v = v.transpose(0, 1).to(DEVICE).contiguous().transpose(0, 1)
+    pool = torch.zeros(3, 5, 4, fmt.page_bytes, dtype=torch.uint8, device=DEVICE)
+    ids = torch.tensor([4, 0, 2], dtype=torch.int64)
+    write_pages(device_k, device_v, fmt, pool[1, :, 1:3], ids.to(DEVICE))
+    pool = pool.cpu()
+    assert torch.equal(pool[1, ids, 1:3], encode_pages(k, v, fmt))
+    pool[1, ids, 1:3] = 0
+    assert not pool.any()
+
+
+def test_no_blocks():
+    fmt = page_format(16, (2, 16, 1.0), (2, 16, 1.0))
+    empty = torch.zeros(0, 1, 64, 16, dtype=torch.bfloat16, device=DEVICE)
+    pages = torch.zeros(1, 1, fmt.page_bytes, dtype=torch.uint8, device=DEVICE)
+    write_pages(empty, empty, fmt, pages, torch.zeros(0, dtype=torch.int32, device=DEVICE))
+    assert not pages.any()
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_rotate_write(head_dim):
+    """With exact sums (small integers times +-2^-k), rotating and encoding in one launch give the codec's bytes."""
+    generator = torch.Generator().manual_seed(0)
+    fmt = page_format(head_dim, (2, head_dim, 0.96), (4, 16, 0.92))
+    k, v = (torch.randint(-40, 40, (2, 2, 64, head_dim), generator=generator).bfloat16() for _ in range(2))
+    h = hadamard(head_dim).float()
+    rotations = torch.stack([h, h.flip(0)])
+    pages = torch.zeros(2, 2, fmt.page_bytes, dtype=torch.uint8, device=DEVICE)
+    ids = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    rotated = [(x.float() @ rotations).bfloat16() for x in (k, v)]
+    device_rows = (k.to(DEVICE), v.to(DEVICE))
+    rotate_write(*device_rows, rotations.to(DEVICE), rotations.to(DEVICE), fmt, pages, ids)
+    assert torch.equal(pages.cpu()[[1, 0]], encode_pages(*rotated, fmt))
+    rotate_write(*device_rows, rotations.to(DEVICE), None, fmt, pages, ids)
+    assert torch.equal(pages.cpu()[[1, 0]], encode_pages(rotated[0], v, fmt))
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_heads", "groups", "num_tokens", "head_dim"),
+    [(1, 2, 1, 1, 128), (2, 1, 7, 5, 80), (1, 2, 2, 37, 96), (3, 1, 4, 1, 16), (1, 1, 1, 70, 64), (1, 1, 2, 3, 256)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotate_rows(batch, num_heads, groups, num_tokens, head_dim, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, num_tokens, num_heads * groups, head_dim, generator=generator).to(dtype).transpose(1, 2)
+    r = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim, generator=generator, dtype=torch.float64)).Q.float()
+    expected = x.double() @ r.double().repeat_interleave(groups, dim=0)
+    rotated = rotate_rows(x.transpose(1, 2).to(DEVICE).transpose(1, 2), r.to(DEVICE))
+    assert rotated.dtype == torch.bfloat16
+    torch.testing.assert_close(rotated.cpu().double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_wrong_shapes_are_refused():
+    fmt = page_format(16, (2, 16, 1.0), (2, 16, 1.0))
+    rows = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16, device=DEVICE)
+    pages = torch.zeros(1, 1, fmt.page_bytes, dtype=torch.uint8, device=DEVICE)
+    ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="expected blocks"):
+        write_pages(rows[:, :, :63], rows[:, :, :63], fmt, pages, ids)
+    with pytest.raises(ValueError, match="do not fit"):
+        write_pages(rows, rows, fmt, pages[:, :, 1:], ids)
+    with pytest.raises(TypeError, match="bfloat16"):
+        write_pages(rows.float(), rows, fmt, pages, ids)
+
+
+COMPILE = """
+import json, subprocess, sys, tempfile
+from importlib import import_module
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+module, name, types, constants, options = json.loads(sys.argv[1])
+kernel = getattr(import_module(module), name)
+signature, attributes = {}, {}
+for i, parameter in enumerate(p.name for p in kernel.params):
+    signature[parameter] = "constexpr" if parameter in constants else types.get(parameter, "i32")
+    if signature[parameter].startswith("*") or "stride" in parameter:
+        attributes[(i,)] = [["tt.divisibility", 16]]
+source = ASTSource(kernel, signature, constants, attributes)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    Path(file.name).write_bytes(compiled.asm["cubin"])
+    sass = subprocess.run([cuobjdump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+print(json.dumps({"ptx": compiled.asm["ptx"], "sass": sass, "shared": compiled.metadata.shared}))
+"""
+
+
+def compile_for_hopper(
+    kernel: str, types: dict[str, str], constants: dict[str, object], cache: Path, **options: int
+) -> dict[str, str]:
+    """PTX and SASS of ``module:kernel`` for sm_90, without a GPU: finds what the interpreter does not (types, layouts).
+
+    In a process of its own, because the interpreter is chosen for a whole process.
+    """
+    module, name = kernel.split(":")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    request = json.dumps([module, name, types, constants, options])
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, request], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_compiles_for_hopper(rotate, tmp_path):
+    bf16, f32 = "*bf16", "*fp32"
+    side = {"BITS": 2, "GROUP": 128, "CHUNK": 32, "TILE": 32}
+    built = compile_for_hopper(
+        "kvcompile.kernels.triton_encode:_write_kernel",
+        {"k_ptr": bf16, "v_ptr": bf16, "rk_ptr": f32, "rv_ptr": f32, "pages_ptr": "*u8", "ids_ptr": "*i32"},
+        {"D": 128, "ROTATE_K": rotate, "ROTATE_V": False, "STEP": 16}
+        | {f"{s}_{name}": value for s in "KV" for name, value in side.items()},
+        tmp_path,
+        num_warps=4,
+    )
+    assert "div.rn.f32" in built["ptx"]  # IEEE division
+    assert ".ftz" not in built["ptx"]  # subnormals survive
+    if not rotate:
+        assert "fma.rn.f32" not in built["ptx"]  # nothing was fused
+        assert "STL" not in built["sass"]  # nothing spills
+
+
+def test_rotation_compiles_for_hopper(tmp_path):
+    built = compile_for_hopper(
+        "kvcompile.kernels.triton_encode:_rotate_kernel",
+        {"x_ptr": "*bf16", "r_ptr": "*fp32", "out_ptr": "*bf16"},
+        {"HEADS_PER_MATRIX": 4, "D": 128, "TILE": 16, "WIDTH": 128, "STEP": 16},
+        tmp_path,
+        num_warps=4,
+    )
+    assert "tf32" not in built["ptx"]
+    assert "STL" not in built["sass"]
