@@ -1,6 +1,6 @@
 """How a conversion shows itself: progress bars with rates, one line per layer, and what it cost."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +22,7 @@ class ConsoleInstrument(Instrument):
         self.console.print(f"[bold]{step.name:<10}[/bold] {seconds:6.1f} s")
         if step.name == "clip":
             for index, metrics in result.ir.metrics.items():
-                self.console.print(f"  layer {index:>3}  {_layer_line(metrics)}", highlight=False)
+                self.console.print(f"  layer {index:>3}  {_layer_line(metrics)}", highlight=False, soft_wrap=True)
 
     def track(self, items: Sequence[Any], description: str, unit: str, size: Callable[[Any], int]) -> Iterator[Any]:
         """Iterate `items` behind a progress bar that counts `size(item)` of `unit`."""
@@ -65,13 +65,13 @@ def cost_table(result: Conversion) -> Table:
     return table
 
 
-def _layer_line(metrics: Any) -> str:
-    parts = []
+def _layer_line(metrics: Mapping[str, float]) -> str:
+    halves = []
     for half in ("key", "value"):
-        part = f"{half}: clip {metrics[f'{half}_clip']:.2f}"
+        part = f"{half[0].upper()} clip {metrics[f'{half}_clip']:.2f}"
         if (spectrum := metrics.get(f"{half}_spectrum_top8")) is not None:
-            part = f"{half}: top-8 spectrum {spectrum:5.1%}  clip {metrics[f'{half}_clip']:.2f}"
+            part += f" top8 {spectrum:5.1%}"
         if (before := metrics.get(f"{half}_residual_before")) is not None:
-            part += f"  residual {before:.4f} -> {metrics[f'{half}_residual_after']:.4f}"
-        parts.append(part)
-    return "   ".join(parts)
+            part += f" residual {before:.4f} -> {metrics[f'{half}_residual_after']:.4f}"
+        halves.append(part)
+    return "  |  ".join(halves)

@@ -6,8 +6,9 @@
    1. Codes are read as 32-bit words with tokens along the lanes: value codes are stored so, key codes are transposed.
       A code is taken out by one mask and one int-to-float conversion and is not shifted: at bit p it reads as code * 2^p,
       and 2^-p is folded into the query (keys), the weight and the result (values). No horizontal sums.
-   2. Four tokens share a word of value codes, so inside a page tokens are worked on in the order of token_at().
-   3. Scale s and zero z stay outside: logit = s * (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per group.
+   2. Four tokens share a word of value codes. So that all else lines up with them, token 4 l + b of a page is worked on
+      at position 16 b + l: lane l of byte b.
+   3. Scale s and zero z stay outside: logit = s (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per group.
    4. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial results
       are merged in order, so the result depends on the number of threads but not on who did what. */
 
@@ -19,17 +20,20 @@ enum {
     PAGE = 64,       /* tokens of a page */
     BLOCK_PAGES = 8, /* pages per step of the online softmax */
     BLOCK = PAGE * BLOCK_PAGES,
-    TASKS_PER_THREAD = 4,
+    TASKS_PER_THREAD = 4, /* enough to even out threads of unequal speed */
     D = HEAD_DIM,
     G = QUERIES,
+    KEY_CODES = 8 / KEY_BITS, /* codes of a byte; code i of byte j is channel j + i KEY_ROW */
+    VALUE_CODES = 8 / VALUE_BITS,
+    KEY_ROW = D / KEY_CODES, /* bytes of a token */
+    VALUE_ROW = D / VALUE_CODES,
     KEY_GROUPS = D / KEY_GROUP,
     VALUE_GROUPS = D / VALUE_GROUP,
-    KEY_ROW = D * KEY_BITS / 8, /* bytes of a token; code i of byte j is channel j + i KEY_ROW */
-    VALUE_ROW = D * VALUE_BITS / 8,
     VALUE_OFFSET = PAGE * KEY_ROW,
     KEY_META = VALUE_OFFSET + PAGE * VALUE_ROW,
     VALUE_META = KEY_META + PAGE * 4 * KEY_GROUPS,
     PAGE_BYTES = VALUE_META + PAGE * 4 * VALUE_GROUPS,
+    FETCH = PAGE_BYTES * 4 / D, /* bytes of the next page to fetch while four channels are worked on */
 #if defined(__AVX512F__)
     LANES = 16, QUERY_BLOCK = 4, /* 16 accumulators of 32 registers */
 #elif defined(__AVX__)
@@ -41,20 +45,20 @@ enum {
     QUERY_REST = G % QUERY_BLOCK,
 };
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
 #define LOWEST -1e30f /* stands for minus infinity, which -ffast-math does not know */
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-typedef struct { /* running softmax of one task */
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+typedef struct { /* result of a task: the output before division by `sum` */
     float max[G], sum[G], out[G][D];
 } Partial;
 
 typedef struct { /* what a thread works in */
-    Floats acc[G][D];         /* packed values: lanes not yet summed, code i still times 2^(i VALUE_BITS) */
-    Floats zero[VALUE_GROUPS][G]; /* sum of p s z over a block */
+    Floats acc[G][D];             /* weights @ value codes; lanes not yet summed, code i still times 2^(i VALUE_BITS) */
+    Floats zero[VALUE_GROUPS][G]; /* sum of p s z of a block, lanes not yet summed */
     float q[G][D], q_code[G][D], q_sum[G][KEY_GROUPS];
     float logit[G][BLOCK], weight[VALUE_GROUPS][G][BLOCK], scale[VALUE_GROUPS][BLOCK], scale_zero[VALUE_GROUPS][BLOCK];
     int32_t key_word[KEY_ROW / 4][PAGE], key_meta[KEY_GROUPS][PAGE], value_meta[PAGE];
@@ -65,44 +69,46 @@ INLINE float bf16(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
 INLINE Ints load(const void *p) { Ints x; memcpy(&x, p, sizeof x); return x; }
 INLINE Floats load_floats(const float *p) { Floats x; memcpy(&x, p, sizeof x); return x; }
 
-/* [PAGE][width] to [width][PAGE], token 4 l + b going to position 16 b + l. */
-INLINE void transpose_words(const int32_t *restrict from, const int width, int32_t *restrict to) {
-    for (int l = 0; l < PAGE / 4; l++)
-        UNROLL for (int b = 0; b < 4; b++)
-            UNROLL for (int j = 0; j < width; j++) to[j * PAGE + b * PAGE / 4 + l] = from[(4 * l + b) * width + j];
-}
-
-/* Code i of byte b of each word, times 2^code_shift(b, i); the top byte holds the sign, so it moves down by a byte first. */
+/* Code i of byte b of each word, times 2^code_shift(b, i); the top byte holds the sign, so it moves down first. */
 INLINE int code_shift(int b, int i, int bits) { return 8 * (b < 3 ? b : 2) + bits * i; }
 INLINE Floats code_of(Ints word, int b, int i, int bits) {
     return __builtin_convertvector((b < 3 ? word : word >> 8) & (((1 << bits) - 1) << code_shift(b, i, bits)), Floats);
 }
 
-INLINE float exp2_negative(float x) { /* 2^x for x <= 0, relative error 2e-7; plain arithmetic, so that loops vectorise */
+/* 2^x for x <= 0, relative error 2e-7; plain arithmetic, so that loops over it vectorise. */
+INLINE float exp2_negative(float x) {
     x = x < -126.0f ? -126.0f : x;
-    int32_t n = (int32_t)(x - 0.5f), bits;
-    float f = x - (float)n, p = 1.5403530e-4f;
+    const int32_t n = (int32_t)(x - 0.5f);
+    const float f = x - (float)n;
+    float p = 1.5403530e-4f;
     p = p * f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
     p = p * f + 5.5504109e-2f;
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    memcpy(&bits, &p, 4);
-    return bits_to_float((uint32_t)(bits + n * (1 << 23)));
+    return p * bits_to_float((uint32_t)(n + 127) << 23);
 }
 
-/* Logits of a page, whose key codes lie in scratch, for queries first .. first + count - 1; rows of `logit` are BLOCK long. */
+/* Words [PAGE][width] to [width][PAGE] in the order of positions. */
+INLINE void transpose_words(const int32_t *restrict from, const int width, int32_t *restrict to) {
+    for (int l = 0; l < PAGE / 4; l++)
+        UNROLL for (int b = 0; b < 4; b++)
+            UNROLL for (int j = 0; j < width; j++) to[j * PAGE + b * PAGE / 4 + l] = from[(4 * l + b) * width + j];
+}
+
+/* Logits of a page whose keys lie in scratch, for queries first .. first + count - 1; rows of `logit` are BLOCK long. */
 INLINE void score_page(const Scratch *s, int first, const int count, float *logit, const uint8_t *next_page) {
     for (int t = 0; t < PAGE; t += TILE * LANES) {
         Floats sum[QUERY_BLOCK][TILE] = {0};
         for (int group = 0; group < KEY_GROUPS; group++) {
+            const int start = group * KEY_GROUP, stop = start + KEY_GROUP;
             Floats dot[QUERY_BLOCK][TILE] = {0};
-            UNROLL for (int i = 0; i < 8 / KEY_BITS; i++) { /* channels of the group that are code i of their byte */
-                int low = group * KEY_GROUP > i * KEY_ROW ? group * KEY_GROUP : i * KEY_ROW;
-                int high = (group + 1) * KEY_GROUP < (i + 1) * KEY_ROW ? (group + 1) * KEY_GROUP : (i + 1) * KEY_ROW;
+            UNROLL for (int i = 0; i < KEY_CODES; i++) { /* channels of the group that are code i of their byte */
+                const int low = start > i * KEY_ROW ? start : i * KEY_ROW;
+                const int high = stop < (i + 1) * KEY_ROW ? stop : (i + 1) * KEY_ROW;
                 for (int d = low; d < high; d += 4) {
-                    for (int x = 0; x < PAGE_BYTES * 4 / D; x += 64) __builtin_prefetch(next_page + PAGE_BYTES * 4 / D * (d / 4) + x);
+                    for (int x = 0; x < FETCH; x += 64) __builtin_prefetch(next_page + d / 4 * FETCH + x);
                     UNROLL for (int b = 0; b < 4; b++)
                         UNROLL for (int v = 0; v < TILE; v++) {
                             Ints word = load(&s->key_word[(d - i * KEY_ROW) / 4][t + v * LANES]);
@@ -123,26 +129,27 @@ INLINE void score_page(const Scratch *s, int first, const int count, float *logi
     }
 }
 
-/* acc = acc * rescale + weight @ value codes over the pages of a block, for queries first .. first + count - 1. */
-INLINE void add_values(Scratch *s, const uint8_t *const *page, int num_pages, const float *rescale, int first, const int count) {
+/* acc = acc * rescale + weight @ values over the pages of a block, for queries first .. first + count - 1. */
+INLINE void add_values(Scratch *s, const uint8_t *const *page, int num_pages, const float *rescale, int first,
+                       const int count) {
     for (int j = 0; j < VALUE_ROW; j++) {
-        Floats sum[QUERY_BLOCK][8 / VALUE_BITS];
+        Floats sum[QUERY_BLOCK][VALUE_CODES];
         UNROLL for (int g = 0; g < count; g++)
-            UNROLL for (int i = 0; i < 8 / VALUE_BITS; i++) /* taken off first: the two sums nearly cancel */
+            UNROLL for (int i = 0; i < VALUE_CODES; i++) /* taken off first, as the two sums nearly cancel */
                 sum[g][i] = s->zero[(j + i * VALUE_ROW) / VALUE_GROUP][first + g] * -(float)(1 << VALUE_BITS * i);
         for (int n = 0; n < num_pages; n++)
-            for (int t = 0; t < PAGE / 4; t += LANES) {
-                Ints word = load(page[n] + VALUE_OFFSET + j * PAGE + 4 * t);
+            for (int l = 0; l < PAGE / 4; l += LANES) {
+                Ints word = load(page[n] + VALUE_OFFSET + j * PAGE + 4 * l);
                 UNROLL for (int b = 0; b < 4; b++)
-                    UNROLL for (int i = 0; i < 8 / VALUE_BITS; i++) {
+                    UNROLL for (int i = 0; i < VALUE_CODES; i++) {
+                        const int group = (j + i * VALUE_ROW) / VALUE_GROUP, position = n * PAGE + b * PAGE / 4 + l;
                         Floats code = code_of(word, b, i, VALUE_BITS);
-                        int group = (j + i * VALUE_ROW) / VALUE_GROUP, at = n * PAGE + b * PAGE / 4 + t;
                         UNROLL for (int g = 0; g < count; g++)
-                            sum[g][i] += load_floats(&s->weight[group][first + g][at]) * code;
+                            sum[g][i] += load_floats(&s->weight[group][first + g][position]) * code;
                     }
             }
         UNROLL for (int g = 0; g < count; g++)
-            UNROLL for (int i = 0; i < 8 / VALUE_BITS; i++) {
+            UNROLL for (int i = 0; i < VALUE_CODES; i++) {
                 Floats *acc = &s->acc[first + g][j + i * VALUE_ROW];
                 *acc = *acc * rescale[first + g] + sum[g][i];
             }
@@ -154,32 +161,33 @@ static float softmax_step(float *logit, int count, float *max, float *sum) {
     float top = *max, total = 0;
     for (int t = 0; t < count; t++) top = logit[t] > top ? logit[t] : top;
     for (int t = 0; t < count; t++) total += logit[t] = exp2_negative(logit[t] - top);
-    float rescale = exp2_negative(*max - top);
+    const float rescale = exp2_negative(*max - top);
     *max = top;
     *sum = *sum * rescale + total;
     return rescale;
 }
 
+/* A block of pages; page[num_pages] is the one to fetch next. */
 static void attend_pages(Scratch *s, const uint8_t *const *page, int num_pages, Partial *part) {
+    float rescale[G];
     for (int n = 0; n < num_pages; n++) {
-        transpose_words((const int32_t *)page[n], KEY_ROW / 4, &s->key_word[0][0]);
+        transpose_words((const int32_t *)page[n], KEY_ROW / 4, s->key_word[0]);
         for (int group = 0; group < KEY_GROUPS; group++)
             transpose_words((const int32_t *)(page[n] + KEY_META) + group * PAGE, 1, s->key_meta[group]);
         for (int group = 0; group < VALUE_GROUPS; group++) {
+            float *scale = &s->scale[group][n * PAGE], *scale_zero = &s->scale_zero[group][n * PAGE];
             transpose_words((const int32_t *)(page[n] + VALUE_META) + group * PAGE, 1, s->value_meta);
-            for (int t = 0; t < PAGE; t += 16)
-                for (int l = 0; l < 16; l++) {
-                    uint32_t meta = s->value_meta[t + l];
-                    float scale = bits_to_float(meta << 16);
-                    s->scale[group][n * PAGE + t + l] = scale / (1 << code_shift(t / 16, 0, VALUE_BITS));
-                    s->scale_zero[group][n * PAGE + t + l] = scale * bits_to_float(meta & 0xffff0000u);
+            UNROLL for (int b = 0; b < 4; b++)
+                for (int t = b * PAGE / 4; t < (b + 1) * PAGE / 4; t++) {
+                    const uint32_t meta = s->value_meta[t];
+                    scale[t] = bits_to_float(meta << 16) / (1 << code_shift(b, 0, VALUE_BITS));
+                    scale_zero[t] = bits_to_float(meta << 16) * bits_to_float(meta & 0xffff0000u);
                 }
         }
         for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK)
             score_page(s, g, QUERY_BLOCK, &s->logit[g][n * PAGE], page[n + 1]);
         if (QUERY_REST) score_page(s, G - QUERY_REST, QUERY_REST, &s->logit[G - QUERY_REST][n * PAGE], page[n + 1]);
     }
-    float rescale[G];
     for (int g = 0; g < G; g++) {
         rescale[g] = softmax_step(s->logit[g], num_pages * PAGE, &part->max[g], &part->sum[g]);
         for (int d = 0; d < D; d++) part->out[g][d] *= rescale[g];
@@ -199,9 +207,9 @@ static void attend_pages(Scratch *s, const uint8_t *const *page, int num_pages, 
 
 /* `count` consecutive rows of a BF16 window. */
 static void attend_rows(Scratch *s, const uint16_t *k, const uint16_t *v, int count, Partial *part) {
+    float row[D];
     for (; count > 0; count -= BLOCK, k += BLOCK * D, v += BLOCK * D) {
-        int rows = count < BLOCK ? count : BLOCK;
-        float row[D];
+        const int rows = count < BLOCK ? count : BLOCK;
         for (int t = 0; t < rows; t++) {
             for (int d = 0; d < D; d++) row[d] = bf16(k[t * D + d]);
             for (int g = 0; g < G; g++) {
@@ -211,7 +219,7 @@ static void attend_rows(Scratch *s, const uint16_t *k, const uint16_t *v, int co
             }
         }
         for (int g = 0; g < G; g++) {
-            float rescale = softmax_step(s->logit[g], rows, &part->max[g], &part->sum[g]);
+            const float rescale = softmax_step(s->logit[g], rows, &part->max[g], &part->sum[g]);
             for (int d = 0; d < D; d++) part->out[g][d] *= rescale, s->acc[g][d] *= rescale;
         }
         for (int t = 0; t < rows; t++) {
@@ -222,7 +230,7 @@ static void attend_rows(Scratch *s, const uint16_t *k, const uint16_t *v, int co
     }
 }
 
-/* Query heads [G][D] of one KV head, times scaling / ln 2, and what score_page() needs of them; empty accumulators. */
+/* Query heads [G][D] of one KV head times scaling / ln 2, what score_page() needs of them, and an empty result. */
 static void start_task(Scratch *s, const float *q, float scaling, Partial *part) {
     memset(s->acc, 0, sizeof s->acc);
     memset(s->q_sum, 0, sizeof s->q_sum);
@@ -230,10 +238,9 @@ static void start_task(Scratch *s, const float *q, float scaling, Partial *part)
     for (int g = 0; g < G; g++) {
         part->max[g] = LOWEST;
         for (int d = 0; d < D; d++) {
-            float x = q[g * D + d] * scaling * 1.44269504f;
-            s->q[g][d] = x;
-            s->q_code[g][d] = x / (float)(1 << code_shift(d % KEY_ROW % 4, d / KEY_ROW, KEY_BITS));
-            s->q_sum[g][d / KEY_GROUP] += x;
+            s->q[g][d] = q[g * D + d] * scaling * 1.44269504f;
+            s->q_code[g][d] = s->q[g][d] / (1 << code_shift(d % KEY_ROW % 4, d / KEY_ROW, KEY_BITS));
+            s->q_sum[g][d / KEY_GROUP] += s->q[g][d];
         }
     }
 }
@@ -248,14 +255,14 @@ static void finish_task(const Scratch *s, Partial *part) {
         }
 }
 
-/* out = softmax-weighted mean over the partial results of one row and KV head; zeros where there is no token. */
+/* Partial results of one row and KV head to its output [G][D]; zeros where there is no token. */
 static void merge(const Partial *part, int splits, float *out) {
+    memset(out, 0, G * D * sizeof *out);
     for (int g = 0; g < G; g++) {
         float max = LOWEST, sum = 0;
         for (int n = 0; n < splits; n++) max = part[n].max[g] > max ? part[n].max[g] : max;
-        memset(out + g * D, 0, D * sizeof *out);
         for (int n = 0; n < splits; n++) {
-            float weight = exp2_negative(part[n].max[g] - max);
+            const float weight = exp2_negative(part[n].max[g] - max);
             sum += weight * part[n].sum[g];
             for (int d = 0; d < D; d++) out[g * D + d] += weight * part[n].out[g][d];
         }
@@ -263,19 +270,19 @@ static void merge(const Partial *part, int splits, float *out) {
     }
 }
 
-/* Shapes as in LayerCache: q and out [B][K G][D], pages [P][K][PAGE_BYTES], table [B][N]; returns 0, or 1 without memory. */
+/* Shapes as in LayerCache, q and out [B][K G][D], rows of `table` table_stride apart. Returns 1 without memory. */
 int attend(const float *q, const uint8_t *pages, const int32_t *table, const int32_t *num_pages, const int32_t *num_tokens,
            const uint16_t *sink_k, const uint16_t *sink_v, const uint16_t *recent_k, const uint16_t *recent_v, float *out,
-           int B, int K, int N, int S, int W, float scaling, int threads) {
-    int64_t total_blocks = 0, most_pages = 0;
+           int B, int K, int64_t table_stride, int S, int W, float scaling, int threads) {
+    int64_t blocks = 0, most_pages = 0;
     for (int row = 0; row < B; row++) {
-        total_blocks += (int64_t)K * ((num_pages[row] + BLOCK_PAGES - 1) / BLOCK_PAGES);
+        blocks += (int64_t)K * ((num_pages[row] + BLOCK_PAGES - 1) / BLOCK_PAGES);
         most_pages = num_pages[row] > most_pages ? num_pages[row] : most_pages;
     }
     const int wanted = TASKS_PER_THREAD * threads;
-    const int split_pages = BLOCK_PAGES * (int)((total_blocks + wanted - 1) / wanted); /* 0 when nothing is packed */
+    const int split_pages = BLOCK_PAGES * (int)((blocks + wanted - 1) / wanted); /* 0 when nothing is packed */
     const int splits = most_pages ? (int)((most_pages + split_pages - 1) / split_pages) : 1;
-    Partial *parts = malloc(sizeof(Partial) * splits * B * K);
+    Partial *parts = malloc(sizeof(Partial) * B * K * splits);
     if (!parts) return 1;
 #pragma omp parallel num_threads(threads)
     {
@@ -288,21 +295,23 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
             Partial *part = &parts[task];
             start_task(s, q + (size_t)pair * G * D, scaling, part);
             if (split == 0) {
-                int tokens = num_tokens[row], sink = tokens < S ? tokens : S;
-                int first = PAGE * num_pages[row], recent = tokens - sink - first, slot = recent > 0 ? first % W : 0;
-                int until_wrap = recent < W - slot ? recent : W - slot;
+                const int sink = num_tokens[row] < S ? num_tokens[row] : S, first = PAGE * num_pages[row];
+                const int recent = num_tokens[row] - sink - first, slot = recent > 0 ? first % W : 0;
+                const int until_wrap = recent < W - slot ? recent : W - slot;
                 const size_t at_sink = (size_t)pair * S * D, at_recent = (size_t)pair * W * D;
+                const size_t at_slot = at_recent + (size_t)slot * D;
                 attend_rows(s, sink_k + at_sink, sink_v + at_sink, sink, part);
-                attend_rows(s, recent_k + at_recent + slot * D, recent_v + at_recent + slot * D, until_wrap, part);
+                attend_rows(s, recent_k + at_slot, recent_v + at_slot, until_wrap, part);
                 attend_rows(s, recent_k + at_recent, recent_v + at_recent, recent - until_wrap, part);
             }
-            int n = split * split_pages, end = n + split_pages < num_pages[row] ? n + split_pages : num_pages[row];
-            for (; n < end; n += BLOCK_PAGES) {
-                const uint8_t *page[BLOCK_PAGES + 1]; /* and the next one, to fetch ahead */
-                int count = end - n < BLOCK_PAGES ? end - n : BLOCK_PAGES;
+            const int start = split * split_pages, limit = num_pages[row];
+            const int end = start + split_pages < limit ? start + split_pages : limit;
+            for (int n = start; n < end; n += BLOCK_PAGES) {
+                const uint8_t *page[BLOCK_PAGES + 1];
+                const int count = end - n < BLOCK_PAGES ? end - n : BLOCK_PAGES;
                 for (int i = 0; i <= count; i++) {
-                    int column = n + i < end ? n + i : end - 1;
-                    page[i] = pages + ((size_t)table[(size_t)row * N + column] * K + head) * PAGE_BYTES;
+                    const int column = n + i < end ? n + i : n; /* the last task has no next page */
+                    page[i] = pages + ((size_t)table[row * table_stride + column] * K + head) * PAGE_BYTES;
                 }
                 attend_pages(s, page, count, part);
             }
