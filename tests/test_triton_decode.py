@@ -13,42 +13,14 @@ if DEVICE == "cpu":
 
 pytest.importorskip("triton")
 
-from test_triton_encode import compile_for_hopper
-
 from kvcompile.codec.layer import LayerCache, attend_layer
 from kvcompile.codec.page import PageFormat, encode_pages
 from kvcompile.codec.quantizer import RowFormat
 from kvcompile.kernels.triton_decode import DecodeConfig, attend
+from tests.layers import random_layer
+from tests.test_triton_encode import compile_for_hopper
 
 TOLERANCE = 3e-4  # relative error of a head's output against float64 on the same codes
-
-
-def random_layer(
-    fmt: PageFormat, num_heads: int, num_tokens: list[int], sink: int, ring: int, seed: int = 0
-) -> LayerCache:
-    """A layer of random tokens, its pages in random order in the pool; as much history in pages as the row allows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def rows(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, fmt.head_dim, generator=generator).bfloat16()
-
-    num_pages = [max(n - sink, 0) // 64 for n in num_tokens]
-    # Every second row leaves its last pages in the ring as long as the ring has room.
-    num_pages = [max(n - ring // 64 + 1, 0) if row % 2 else n for row, n in enumerate(num_pages)]
-    pool = sum(num_pages) + 3
-    ids = torch.randperm(pool, generator=generator).int()
-    table = torch.full((len(num_tokens), max(num_pages) + 2), 2**30, dtype=torch.int32)
-    for row, n in enumerate(num_pages):
-        table[row, :n], ids = ids[:n], ids[n:]
-    v = rows(pool, num_heads, 64) * torch.linspace(0.1, 3, fmt.head_dim).bfloat16() + 0.5
-    return LayerCache(
-        fmt,
-        encode_pages(rows(pool, num_heads, 64), v, fmt),
-        table,
-        torch.tensor(num_pages, dtype=torch.int32),
-        torch.tensor(num_tokens, dtype=torch.int32),
-        *(rows(len(num_tokens), num_heads, slots) for slots in (sink, sink, ring, ring)),
-    )
 
 
 def on_device(layer: LayerCache) -> LayerCache:
@@ -90,6 +62,7 @@ CASES = [  # head_dim, (bits, group) of the keys, of the values, KV heads, G, to
     (96, (4, 48), (4, 96), 1, 3, [170], 8, 128),
     (256, (2, 256), (2, 64), 1, 2, [260], 64, 64),
     (256, (4, 128), (4, 256), 1, 4, [140], 64, 64),
+    (32, (2, 32), (2, 32), 1, 4, [128, 0], 0, 0),
 ]
 
 
@@ -124,7 +97,7 @@ def test_any_division_of_the_work(config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("sharpness", [1e-6, 1.0, 100.0])
+@pytest.mark.parametrize("sharpness", [1e-6, 1.0, 10.0])
 def test_queries_of_any_kind(dtype, sharpness):
     layer = random_layer(SMALL, 2, [333, 129], 64, 128)
     q = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
@@ -176,7 +149,6 @@ def test_wrong_shapes_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_graph_replays_with_other_lengths():
     """Lengths and tables are read on the device: a captured call serves a cache that has grown."""
     layer = random_layer(SMALL, 2, [700, 300], 64, 128)

@@ -21,6 +21,8 @@ from kvcompile.codec.quantizer import RowFormat
 from kvcompile.kernels.triton_encode import rotate_rows, rotate_write, write_pages
 from kvcompile.linalg import hadamard
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, on awkward rows
+
 FORMATS = [  # head_dim, (bits, group, clip) of the keys, of the values
     (128, (2, 128, 0.96), (2, 128, 0.92)),
     (128, (4, 128, 1.0), (2, 32, 0.92)),
@@ -72,7 +74,6 @@ def encode_by_kernel(k: torch.Tensor, v: torch.Tensor, fmt: PageFormat) -> torch
     return pages.cpu()[ids.long()]
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(("head_dim", "key", "value"), FORMATS)
 def test_pages_equal_the_codec(head_dim, key, value):
     fmt = page_format(head_dim, key, value)

@@ -1,4 +1,4 @@
-"""Decode attention on a CPU: compiles attend.c for one geometry with the system's C compiler on first use, and calls it.
+"""Decode attention on a CPU: compiles attend.c for a geometry with the system's C compiler on first use, and calls it.
 
 The library is kept under ``$XDG_CACHE_HOME/kvcompile`` (``~/.cache/kvcompile``) by a hash of the source, the flags, the
 compiler and the processor. Compilers tried: ``$CC`` if it is set, else gcc, cc, clang.
@@ -45,8 +45,8 @@ _POINTERS, _SIZES = 10 * [ctypes.c_void_p], [ctypes.c_int, ctypes.c_int, ctypes.
 def attend(q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
     """What `codec.attend_layer` computes, to about 1e-6: float32 ``[B, H, D]`` in the rotated value basis.
 
-    `q_BHD` holds rotated queries of any float dtype. Uses `torch.get_num_threads()` threads. The tensors of the layer lie
-    in CPU memory, contiguous, in the types that `LayerCache` names; rows of the page table may lie further apart.
+    `q_BHD` holds rotated queries of any float dtype. Uses `torch.get_num_threads()` threads. The tensors of the layer
+    are contiguous, in the types that `LayerCache` names; only rows of the page table may lie further apart.
     """
     batch, num_heads, head_dim = q_BHD.shape
     num_kv_heads = layer.pages_PKX.shape[1]
@@ -145,9 +145,9 @@ def _kernel(
 
 def _flag_sets() -> Iterator[list[str]]:
     """Flags from the best to the plainest."""
-    runtimes = sorted(Path(torch.__file__).parents[1].glob("torch*/lib*gomp*.so*"))
-    runtimes += sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    openmp = [["-fopenmp", "-Wl,--as-needed", str(path)] for path in runtimes[:1]] + [["-fopenmp"], []]
+    packages = Path(torch.__file__).parents[1]
+    runtimes = [*packages.glob("torch/lib/libgomp*.so*"), *packages.glob("torch.libs/libgomp*.so*")]
+    openmp = [["-fopenmp", "-Wl,--as-needed", str(path)] for path in runtimes] + [["-fopenmp"], []]
     tuning = [_TUNING.get(platform.machine(), ["-march=native"]), []]
     for tuned, threaded in itertools.product(tuning, openmp):
         yield _FLAGS + tuned + threaded
@@ -157,7 +157,7 @@ def _build(compiler: list[str], version: str, flags: list[str]) -> Path:
     """Path of the compiled library, made unless it is there."""
     source = _SOURCE.read_bytes()
     key = hashlib.sha256("\0".join([source.decode(), *compiler, version, *flags, _processor()]).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompile"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "kvcompile"
     library = folder / f"{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,8 +180,8 @@ def _compiler() -> tuple[list[str], str]:
             continue
     names = ", ".join(shlex.join(command) for command in wanted)
     raise CacheError(
-        f"The CPU kernel needs a C compiler and none starts (tried {names}). Install GCC (Debian: apt-get install gcc), "
-        f"or set CC to a compiler, or use the codec backend."
+        f"The CPU kernel needs a C compiler and none starts (tried {names}). Install GCC (Debian: apt-get install "
+        f"gcc), or set CC to a compiler, or use the codec backend."
     )
 
 

@@ -368,8 +368,8 @@ def _split_kernel(
             recent_k_ptr + row * recent_k_stride_b + head * recent_k_stride_k,
             recent_v_ptr + row * recent_v_stride_b + head * recent_v_stride_k,
             out_ptr, stats_ptr, sink_k_stride_t, sink_v_stride_t, recent_k_stride_t, recent_v_stride_t,
-            num_sink, tl.maximum(num_tokens - num_sink - first, 0), first % ring, ring, split - page_splits,
-            window_splits, scaling, G, PG, D, WIDTH, WINDOW_TILE,
+            num_sink, tl.maximum(num_tokens - num_sink - first, 0), first % tl.maximum(ring, 1), ring,
+            split - page_splits, window_splits, scaling, G, PG, D, WIDTH, WINDOW_TILE,
         )  # fmt: skip
 
 

@@ -1,0 +1,40 @@
+"""Random layers of a packed cache."""
+
+import torch
+
+from kvcompile.codec import PAGE_TOKENS, LayerCache, PageFormat, encode_pages
+
+
+def random_layer(
+    fmt: PageFormat, num_kv_heads: int, num_tokens: list[int], sink: int, ring: int, seed: int = 0
+) -> LayerCache:
+    """A ragged batch of random tokens, its pages scattered over a pool that is larger than needed.
+
+    A row keeps as few tokens in the ring as whole pages allow, except that odd rows fill it as far as they can. A ring
+    of 0 slots needs rows of ``sink + 64 n`` tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, fmt.head_dim, generator=generator)
+
+    batch = len(num_tokens)
+    history = [max(n - sink, 0) for n in num_tokens]
+    fewest = [-(-max(n - ring, 0) // PAGE_TOKENS) for n in history]
+    num_pages = [few if row % 2 else n // PAGE_TOKENS for row, (n, few) in enumerate(zip(history, fewest, strict=True))]
+    assert all(0 <= n - PAGE_TOKENS * pages <= ring for n, pages in zip(history, num_pages, strict=True))
+
+    pool = sum(num_pages) + 3
+    unused = torch.randperm(pool, generator=generator).int()
+    table_BN = torch.full((batch, max(num_pages) + 2), 2**30, dtype=torch.int32)  # a wrong read does not go unnoticed
+    for row, pages in enumerate(num_pages):
+        table_BN[row, :pages], unused = unused[:pages], unused[pages:]
+    channel_scale = torch.linspace(0.1, 3, fmt.head_dim)
+    return LayerCache(
+        fmt,
+        encode_pages(rows(pool, num_kv_heads, 64), rows(pool, num_kv_heads, 64) * channel_scale + 0.5, fmt),
+        table_BN,
+        torch.tensor(num_pages, dtype=torch.int32),
+        torch.tensor(num_tokens, dtype=torch.int32),
+        *(rows(batch, num_kv_heads, slots).bfloat16() for slots in (sink, sink, ring, ring)),
+    )
