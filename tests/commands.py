@@ -1,12 +1,15 @@
 """Running the command line inside the test process, and comparing directories before and after."""
 
+import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvcompile.checkpoint import Checkpoint, file_digest
+from kvcompile.checkpoint import Checkpoint, file_digest, tensor_bytes
 
 QUICK = ("--calibration-tokens", 256)
 
@@ -80,10 +83,6 @@ def overwrite(model: Path, tensor: str, payload: bytes, offset: int = 0) -> None
 
 def reseal(artifact: Path, *projections: str) -> None:
     """Make the manifest's digests fit what lies beside it: all files, and these projections."""
-    import hashlib
-
-    from kvcompile.checkpoint import tensor_bytes
-
     path = artifact / "kvcompile.json"
     manifest = json.loads(path.read_text())
     manifest["sidecar"]["sha256"] = file_digest(artifact / "kvcompile.safetensors")
@@ -93,3 +92,11 @@ def reseal(artifact: Path, *projections: str) -> None:
     for name in projections:
         weights["projections"][name] = hashlib.sha256(tensor_bytes(checkpoint.load(name))).hexdigest()
     path.write_text(json.dumps(manifest))
+
+
+def one_thread() -> Iterator[None]:
+    """The body of a fixture: tiny models are quickest on one thread, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,6 +1,7 @@
 """Bad input gets one sentence that says what is wrong, where, and what to do; nothing is lost or half-written."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -13,14 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvcompile
+from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import KvCompileError
 from kvcompile.linalg import is_hadamard_order
-from tests.commands import QUICK, contents, overwrite, refuse, reseal, run, succeed, workspace
+from tests.commands import QUICK, contents, one_thread, overwrite, refuse, reseal, run, succeed, workspace
 from tests.conftest import edit_json, family_config, save_model
 
 Capsys = pytest.CaptureFixture[str]
 V_PROJ = "model.layers.{}.self_attn.v_proj.weight"
 O_PROJ = "model.layers.{}.self_attn.o_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    yield from one_thread()
 
 
 @pytest.fixture(scope="module")
@@ -357,30 +364,31 @@ def test_head_with_paley_matrix(head_dim: int, tmp_path: Path, capsys: Capsys) -
     succeed(capsys, "verify", tmp_path / "out")
 
 
-NOT_FINITE = {
+SEEN_BY_ATTENTION = {
     "value projection": V_PROJ.format(1),
-    "output projection": O_PROJ.format(1),
     "query projection": "model.layers.0.self_attn.q_proj.weight",
     "mlp": "model.layers.0.mlp.gate_proj.weight",
-    "mlp of the last layer": "model.layers.1.mlp.down_proj.weight",
     "embedding": "model.embed_tokens.weight",
     "norm": "model.layers.1.input_layernorm.weight",
+    "output projection": O_PROJ.format(1),
+}
+SEEN_BY_LOGITS = {
+    "mlp of the last layer": "model.layers.1.mlp.down_proj.weight",
     "final norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+NOT_FINITE = [
+    *(pytest.param(t, w, id=f"{name}, {w}") for name, t in SEEN_BY_ATTENTION.items() for w in ("fold", "overlay")),
+    *(pytest.param(t, "fold", id=f"{name}, fold") for name, t in SEEN_BY_LOGITS.items()),
+]
 
 
-@pytest.mark.parametrize("tensor", NOT_FINITE.values(), ids=NOT_FINITE.keys())
-@pytest.mark.parametrize("weights", ["fold", "overlay"])
+@pytest.mark.parametrize(("tensor", "weights"), NOT_FINITE)
 def test_nan_in_weights(tensor: str, weights: str, model: Path, tmp_path: Path, capsys: Capsys) -> None:
-    value = torch.full_like(kvcompile.checkpoint.Checkpoint(model).load(tensor), float("nan"))
+    value = torch.full_like(Checkpoint(model).load(tensor), float("nan"))
     overwrite(model, tensor, value.numpy().tobytes())
-    out = tmp_path / "out"
-    before = contents(model)
-    error = refuse(capsys, "convert", model, "-o", out, *QUICK, "--weights", weights)
+    error = refuse_convert(capsys, model, tmp_path / "out", "--weights", weights)
     check_says(error, tensor, model, "NaN or infinity", "repair the checkpoint")
-    assert not out.exists()
-    assert contents(model) == before
 
 
 # Schemes
@@ -523,6 +531,24 @@ def test_output_is_an_artifact(model: Path, artifact: Path, capsys: Capsys) -> N
 def test_forced_run_that_fails_keeps_the_old_artifact(model: Path, artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "short.txt").write_text("Hardly any text at all.")
     refuse_convert(capsys, model, artifact, "--force", "--calibration", tmp_path / "short.txt")
+
+
+def test_output_that_appears_during_the_run(
+    model: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvcompile.passes.emit as emit
+
+    out = tmp_path / "out"
+
+    def interfere(manifest: object) -> str:
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+        return ""
+
+    monkeypatch.setattr(emit, "model_card", interfere)
+    error = refuse(capsys, "convert", model, "-o", out, "--scheme", "naive-int2")
+    check_says(error, out, "already exists")
+    assert contents(out) == {"thesis.tex": b"mine"}
 
 
 @pytest.mark.parametrize("weights", ["fold", "overlay"])
@@ -829,7 +855,7 @@ def test_weights_of_another_model(stranger: Path, artifact: Path, capsys: Capsys
 
 @pytest.mark.parametrize("tensor", [V_PROJ.format(1), "model.layers.0.mlp.up_proj.weight"])
 def test_altered_weight_file(tensor: str, artifact: Path, capsys: Capsys) -> None:
-    file = kvcompile.checkpoint.Checkpoint(artifact).entries[tensor].file
+    file = Checkpoint(artifact).entries[tensor].file
     overwrite(artifact, tensor, b"\0\0\0\0")
     check_says(refuse(capsys, "verify", artifact), file, "does not match its hash", "altered or damaged")
 
@@ -866,7 +892,7 @@ def test_sidecar_with_wrong_clip_ratio(value: float, artifact: Path, capsys: Cap
 
 
 def _swap(model: Path, first: str, second: str) -> None:
-    checkpoint = kvcompile.checkpoint.Checkpoint(model)
+    checkpoint = Checkpoint(model)
     a, b = (checkpoint.load(name).numpy().tobytes() for name in (first, second))
     overwrite(model, first, b)
     overwrite(model, second, a)
@@ -915,6 +941,39 @@ def test_overlay_and_its_source(model: Path, stranger: Path, tmp_path: Path, cap
     succeed(capsys, "generate", out, *prompt, "--source", moved)
     check_says(refuse(capsys, "generate", out, *prompt, "--source", stranger), "self_attn", "do not belong together")
     check_says(refuse(capsys, "verify", out, "--source", stranger), stranger, "does not match its hash")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("convert", "-o", "out"), "config.json"),
+        (("inspect",), "config.json"),
+        (("generate", "-p", "x"), "kvcompile.json"),
+        (("verify",), "kvcompile.json"),
+    ],
+)
+def test_file_without_permission(
+    command: tuple[str, ...], name: str, artifact: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the refusal of the system is simulated."""
+    read_text = Path.read_text
+
+    def read(path: Path, *arguments: object, **options: object) -> str:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_text(path, *arguments, **options)
+
+    if name == "config.json":
+        (artifact / "kvcompile.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "read_text", read)
+    error = refuse(capsys, command[0], artifact, *command[1:])
+    check_says(error, artifact / name, "Permission denied")
+
+
+def test_standard_input_that_is_no_text(artifact: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    check_says(refuse(capsys, "generate", artifact, "--backend", "codec"), "standard input is not UTF-8 text")
 
 
 def test_empty_prompt(artifact: Path, capsys: Capsys) -> None:

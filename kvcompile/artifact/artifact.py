@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,10 +31,15 @@ class Artifact:
             raise ArtifactError(f"{path} is missing; convert the model again")
         if file_digest(path) != self.manifest.sidecar.sha256:
             raise ArtifactError(f"{path} does not match its manifest (sha256 differs): it was altered or damaged; convert the model again")
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ArtifactError(f"{path} is no valid safetensors file; convert the model again") from error
 
     def rotation(self, name: str | None) -> Tensor | None:
         """A rotation ``[K, D, D]`` float32 by its sidecar name; None for the identity."""
+        if name is not None and name not in self.tensors:
+            raise ArtifactError(f"sidecar tensor {name} is missing from {self.directory / SIDECAR_NAME}; convert the model again")
         return None if name is None else self.tensors[name]
 
     def check_projections(self) -> None:

@@ -6,7 +6,7 @@ major version is refused. The JSON Schema is published beside this file (`manife
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -153,18 +153,36 @@ def read_manifest(directory: Path) -> Manifest:
         major = int(version.split(".")[0])
     except FileNotFoundError as error:
         raise ArtifactError(f"{directory} is no converted checkpoint: {MANIFEST_NAME} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} is not a readable manifest; convert the model again") from error
     if major > SCHEMA_MAJOR:
         raise ArtifactError(
             f"{path} has schema version {version}, but this kvcompile reads up to {SCHEMA_MAJOR}.x; upgrade kvcompile"
         )
     try:
-        return Manifest.model_validate(document)
+        return _validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ArtifactError(f"{path} is not a valid manifest: {where}: {first['msg']}") from error
+
+
+def _validate(document: Any) -> Manifest:
+    """A manifest without the fields that only a newer minor version knows; a scheme, unlike a record, refuses those itself."""
+    try:
+        return Manifest.model_validate(document)
+    except ValidationError as error:
+        unknown = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
+        if not unknown:
+            raise
+    for *parents, leaf in unknown:
+        section = document
+        for parent in parents:  # the location also names the kind of a rotation or clip, which is no key
+            section = section[parent] if isinstance(section, list) or parent in section else section
+        del section[leaf]
+    return Manifest.model_validate(document)
 
 
 def manifest_schema() -> dict[str, object]:

@@ -8,7 +8,7 @@ score matrix S is never materialised.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -48,27 +48,65 @@ class Moments:
         return (mean + mean.mT) / 2
 
 
+@dataclass(frozen=True)
+class AttentionSample:
+    """Whole stretches of attention of one layer, float32: the last queries of S sequences and all keys and values.
+
+    X = G n rows are n queries of the G heads of a KV head. In a sequence that is longer than the sample the middle is
+    left out, so that the first and the last tokens are there.
+    """
+
+    q_SKXD: Tensor
+    k_SKTD: Tensor
+    v_SKTD: Tensor
+    scaling: float
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """The sample under the names that the IR uses."""
+        named = {"q": self.q_SKXD, "k": self.k_SKTD, "v": self.v_SKTD, "scaling": torch.tensor(self.scaling)}
+        return {f"layers.{layer}.sample_{name}": tensor for name, tensor in named.items()}
+
+    @classmethod
+    def restore(cls, statistics: Mapping[str, Tensor], layer: int) -> "AttentionSample | None":
+        """The sample of a layer, if calibration kept one."""
+        if f"layers.{layer}.sample_q" not in statistics:
+            return None
+        q, k, v, scaling = (statistics[f"layers.{layer}.sample_{name}"] for name in ("q", "k", "v", "scaling"))
+        return cls(q.float(), k.float(), v.float(), float(scaling))
+
+
+SAMPLE_QUERIES = 64
+
+
 @dataclass
 class LayerStatistics:
-    """What one layer has shown: second moments by target, and a sample of raw key and value rows."""
+    """What one layer has shown: second moments by target, and parts of an attention sample."""
 
     moments: dict[str, Moments]
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    parts: list[AttentionSample] = field(default_factory=list)
+
+    def sample(self) -> AttentionSample:
+        """The parts as one sample."""
+        q, k, v = (torch.cat(x) for x in zip(*((p.q_SKXD, p.k_SKTD, p.v_SKTD) for p in self.parts), strict=True))
+        return AttentionSample(q, k, v, self.parts[0].scaling)
 
 
 class Recorder:
-    """Collects the statistics of the layers it was made for; other layers pass through unseen. `seconds` is the time it took.
+    """Collects the statistics of the layers it was made for; other layers pass through unseen. `seconds` is its time.
 
-    `targets` are of query (C_Q), score_value (C_S), key and value. Every `stride`-th token from `skip` on is sampled.
+    `targets` are of query (C_Q), score_value (C_S), key and value. Of the first `sequences` sequences an attention sample
+    of `length` tokens is kept, whose first `head` tokens are the sequence's own first.
     """
 
-    def __init__(self, layers: dict[int, int], targets: frozenset[str], stride: int, skip: int):
-        self.num_kv_of_layer, self.targets, self.stride, self.skip = layers, targets, stride, skip
+    def __init__(self, layers: dict[int, int], targets: frozenset[str], sequences: int, length: int, head: int):
+        self.num_kv_of_layer, self.targets = layers, targets
+        self.sequences, self.length, self.head = sequences, length, head
         self.layers: dict[int, LayerStatistics] = {}
         self.seconds = 0.0
 
-    def observe(self, index: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, out_BTHD: Tensor) -> None:
+    def observe(
+        self, index: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, out_BTHD: Tensor, scaling: float
+    ) -> None:
         """Take in one attention call of layer `index`."""
         if index not in self.num_kv_of_layer:
             return
@@ -86,10 +124,21 @@ class Recorder:
         }
         for target, moments in layer.moments.items():
             moments.add(rows[target]())
-        skip = self.skip if k_BKTD.shape[2] > 2 * self.skip else 0
-        layer.keys.append(_sample(k_BKTD, skip, self.stride))
-        layer.values.append(_sample(v_BKTD, skip, self.stride))
+        wanted = self.sequences - sum(len(part.q_SKXD) for part in layer.parts)
+        if wanted > 0:
+            layer.parts.append(self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling))
         self.seconds += time.perf_counter() - started
+
+    def _sample(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> AttentionSample:
+        """Copies of the first and last tokens, so that the activations themselves can go."""
+        queries = min(SAMPLE_QUERIES, max(q_BHTD.shape[2] // 4, 1))
+        q_BKGnD = q_BHTD[:, :, -queries:].unflatten(1, (k_BKTD.shape[1], -1))
+        return AttentionSample(q_BKGnD.flatten(2, 3).cpu().clone(), self._ends(k_BKTD), self._ends(v_BKTD), scaling)
+
+    def _ends(self, x_BKTD: Tensor) -> Tensor:
+        if x_BKTD.shape[2] <= self.length:
+            return x_BKTD.cpu().clone()
+        return torch.cat([x_BKTD[:, :, : self.head], x_BKTD[:, :, self.head - self.length :]], dim=2).cpu()
 
 
 _active: Recorder | None = None
@@ -111,18 +160,14 @@ def _observe_attention(
 ) -> tuple[Tensor, None]:
     out_BTHD, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
     if _active is not None:
-        _active.observe(module.layer_idx, query, key, value, out_BTHD)  # type: ignore[arg-type]
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        _active.observe(module.layer_idx, query, key, value, out_BTHD, scaling)  # type: ignore[arg-type]
     return out_BTHD, weights
 
 
 def _rows_per_kv_head(x_BHTD: Tensor, num_kv: int) -> Tensor:
     """``[B, K G, T, D]`` to ``[K, G B T, D]``: all rows that belong to one KV head."""
     return x_BHTD.unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3, 4).flatten(1, 3)
-
-
-def _sample(x_BKTD: Tensor, skip: int, stride: int) -> Tensor:
-    """Every `stride`-th token as rows ``[K, n, D]`` on the CPU; a copy, so that the activation itself can go."""
-    return x_BKTD[:, :, skip::stride].transpose(0, 1).flatten(1, 2).cpu().clone()
 
 
 AttentionInterface.register(OBSERVER, _observe_attention)

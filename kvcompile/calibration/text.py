@@ -83,16 +83,18 @@ def _read_file(path: Path, field: str) -> Iterator[str]:
     if path.suffix not in (".jsonl", ".ndjson"):
         yield from _split(text)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028, which JSON may contain
         if not line.strip():
             continue
         try:
             document = json.loads(line)[field]
+            if not isinstance(document, str):
+                raise TypeError
         except (ValueError, KeyError, TypeError) as error:
             raise CalibrationError(
-                f"{path}, line {number}: no JSON object with a field '{field}'; name the field with --calibration-field"
+                f"{path}, line {number}: no JSON object with text in a field '{field}'; name the field with --calibration-field"
             ) from error
-        yield str(document)
+        yield document
 
 
 def _split(text: str) -> list[str]:

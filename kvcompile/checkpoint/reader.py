@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,11 +112,14 @@ class Checkpoint:
         )
 
     def fingerprint(self) -> str:
-        """A cheap identity of the source: config, file names, sizes, modification times and headers, no weights."""
+        """A cheap identity of the source: config, file names, sizes, modification times and headers, no weights.
+
+        The files beside the weights count too: another tokenizer means other calibration tokens.
+        """
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for shard in self.shards:
-            stat = shard.stat()
-            digest.update(f"{shard.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        for file in [*self.shards, *self.companions()]:
+            stat = file.stat()
+            digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
         for name, entry in sorted(self.entries.items()):
             digest.update(f"{name}:{entry.dtype}:{entry.shape}:{entry.begin};".encode())
         return digest.hexdigest()
@@ -131,8 +135,8 @@ class Checkpoint:
         if not path.exists():
             return None
         weight_map = _read_json(path, self.path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path} has no weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+            raise CheckpointError(f"{path} has no weight_map from tensors to files; download it again")
         return weight_map
 
     def _find_shards(self) -> tuple[Path, ...]:
@@ -170,13 +174,18 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             begin, end = info["data_offsets"]
             if info["dtype"] not in DTYPES:
                 raise CheckpointError(f"tensor {name} in {path} has dtype {info['dtype']}, which kvcompile cannot read")
-            entries[name] = TensorEntry(path, info["dtype"], tuple(info["shape"]), 8 + length + begin, 8 + length + end)
+            shape = tuple(info["shape"])
+            if not 0 <= begin <= end or end - begin != math.prod(shape) * DTYPES[info["dtype"]].itemsize:
+                raise CheckpointError(f"{path} is corrupt: its header contradicts itself on tensor {name}; download it again")
+            entries[name] = TensorEntry(path, info["dtype"], shape, 8 + length + begin, 8 + length + end)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupt: its header is not valid; download it again") from error
-    if any(entry.end > size for entry in entries.values()):
-        raise CheckpointError(f"{path} is truncated: {size} bytes, but its header promises more; download it again")
+    promised = max((entry.end for entry in entries.values()), default=8 + length)
+    if promised != size:
+        kind = "truncated" if size < promised else "corrupt"
+        raise CheckpointError(f"{path} is {kind}: it has {size} bytes, but its header describes {promised}; download it again")
     return entries
 
 
@@ -202,7 +211,9 @@ def _read_json(path: Path, root: Path) -> dict[str, Any]:
         document = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{root} is not a Hugging Face checkpoint: {path.name} is missing") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is not a JSON object")

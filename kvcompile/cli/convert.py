@@ -6,6 +6,7 @@ import click
 from rich.console import Console
 
 from kvcompile.cli.console import ConsoleInstrument, cost_table, tracker
+from kvcompile.errors import OutputError
 from kvcompile.passes.convert import convert
 from kvcompile.passes.dump import DumpIR
 
@@ -52,7 +53,10 @@ def convert_command(
       kvcompile convert path/to/model -o out/ --set key.rotation.scope=layer --set value.clip.ratio=0.9
     """
     console = Console(stderr=True)
-    instruments = [ConsoleInstrument(console), *([DumpIR(dump_ir)] if dump_ir else [])]
+    try:
+        instruments = [ConsoleInstrument(console), *([DumpIR(dump_ir)] if dump_ir else [])]
+    except OSError as error:
+        raise OutputError(f"--dump-ir {dump_ir} is no folder that can be written ({error.strerror}); choose another") from error
     result = convert(
         model,
         out,

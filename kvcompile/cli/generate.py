@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from kvcompile.errors import KvCompileError
+from kvcompile.passes.convert import torch_device
 from kvcompile.runtime import load
 from kvcompile.runtime.generate import generate
 
@@ -37,8 +39,11 @@ def generate_command(
       kvcompile generate out/ --prompt "Once upon a time" -n 64
       cat long.txt | kvcompile generate out/
     """
-    text = click.get_text_stream("stdin").read() if prompt is None else prompt
-    model, tokenizer = load(artifact, device=device, backend=backend, source=source)
+    try:
+        text = sys.stdin.read() if prompt is None else prompt
+    except UnicodeDecodeError as error:
+        raise KvCompileError(f"standard input is not UTF-8 text: {error}") from error
+    model, tokenizer = load(artifact, device=torch_device(device), backend=backend, source=source)
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)

@@ -32,7 +32,7 @@ def inspect_command(path: str, scheme: str, as_json: bool) -> None:
 
 def _show(found: Inspection, console: Console) -> None:
     state = f"converted with {found.scheme}" if found.converted else f"not converted; costed with {found.scheme}"
-    console.print(f"{found.path}: {found.architecture} ({found.model_type}), {state}", highlight=False)
+    click.echo(f"{found.path}: {found.architecture} ({found.model_type}), {state}")
     table = Table("layer", "attention", "heads q/kv", "head_dim", "B/token BF16", "B/token packed", "packed?")
     for x in found.layers:
         heads = f"{x.num_heads}/{x.num_key_value_heads}"
@@ -45,4 +45,4 @@ def _show(found: Inspection, console: Console) -> None:
     console.print(table)
     if found.bits_per_element:
         bits = ", ".join(f"{value:.2f} at {label}" for label, value in found.bits_per_element.items())
-        console.print(f"bits per element with BF16 windows: {bits}", highlight=False)
+        click.echo(f"bits per element with BF16 windows: {bits}")

@@ -54,10 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
     except KvCompileError as error:
         sys.exit(_say(str(error), error))
     except (click.Abort, KeyboardInterrupt) as error:
-        _say("interrupted", error)
+        _say("interrupted", error.__cause__ or error)  # click raises Abort from the interrupt, which has the notes
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        sys.exit(_say(f"{error.filename}: {error.strerror}" if error.filename else str(error), error))
 
 
 def _say(message: str, error: BaseException) -> int:

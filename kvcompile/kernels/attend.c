@@ -12,6 +12,10 @@
    4. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial results
       are merged in order, so the result depends on the number of threads but not on who did what. */
 
+#ifndef __clang__
+#pragma GCC optimize("no-tree-reassoc") /* or GCC splits chains of multiply-adds into multiplications and additions */
+#endif
+
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

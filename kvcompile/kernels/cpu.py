@@ -32,7 +32,6 @@ _FLAGS = [
     "-std=gnu11",
     "-O3",
     "-ffast-math",
-    "-fno-tree-reassoc",  # GCC would split chains of multiply-adds into multiplications and additions
     "-shared",
     "-fPIC",
     "-nostartfiles",  # GCC before 13 adds a start file that flushes denormals in the whole process

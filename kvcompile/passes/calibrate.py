@@ -1,4 +1,4 @@
-"""Pass `calibrate`: one forward pass over the calibration text, streaming second moments and a sample of rows."""
+"""Pass `calibrate`: one forward pass over the calibration text, streaming second moments and a sample of attention."""
 
 import time
 from dataclasses import dataclass, replace
@@ -26,14 +26,15 @@ class CalibratePass:
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     stored: ClassVar[bool] = True
 
     text: Path | None = None
     field: str = "text"
     tokens: int = 8192
     sequence_length: int = 2048
-    sample_tokens: int = 512
+    sample_sequences: int = 2
+    sample_length: int = 1024
     seed: int = 0
 
     def requires(self, ir: IR) -> str | None:
@@ -41,7 +42,7 @@ class CalibratePass:
         return None if ir.inventory else "the inventory pass must come first"
 
     def run(self, ir: IR, context: Context) -> PassResult:
-        """Read the text, run the model, and store ``layers.{i}.{target}`` and the row samples."""
+        """Read the text, run the model, and store ``layers.{i}.{target}`` and the attention samples."""
         corpus = read_corpus(self.text, self.field, self.seed)
         length = min(self.sequence_length, ir.layers().max_positions)
         sequences = tokenize_corpus(corpus, load_tokenizer(ir.checkpoint.path), self.tokens, length)
@@ -53,8 +54,8 @@ class CalibratePass:
             raise CheckpointError(f"the tokenizer in {ir.checkpoint.path} has ids beyond the model's {vocabulary} embeddings")
         context.models["source"] = model
         layers = {layer.index: layer.num_key_value_heads for layer in ir.layers().compiled}
-        stride = max(1, self.tokens // self.sample_tokens)
-        recorder = Recorder(layers, ir.scheme.targets(), stride, ir.scheme.window.sink)
+        head = min(ir.scheme.window.sink, self.sample_length // 8)
+        recorder = Recorder(layers, ir.scheme.targets(), self.sample_sequences, self.sample_length, head)
         batches = _batches(sequences, max(1, self.sequence_length // length))
         started = time.perf_counter()
         with torch.inference_mode(), recording(recorder):
@@ -64,8 +65,7 @@ class CalibratePass:
         statistics: dict[str, Tensor] = {}
         for index, layer in sorted(recorder.layers.items()):
             statistics |= {f"layers.{index}.{target}": moments.mean() for target, moments in layer.moments.items()}
-            statistics[f"layers.{index}.key_rows"] = torch.cat(layer.keys, dim=1)
-            statistics[f"layers.{index}.value_rows"] = torch.cat(layer.values, dim=1)
+            statistics |= layer.sample().tensors(index)
         _refuse_non_finite(ir, statistics)
         record = CalibrationRecord(
             text=corpus.name, text_sha256=corpus.sha256, tokens=self.tokens, sequence_length=length, seed=self.seed
@@ -74,7 +74,7 @@ class CalibratePass:
 
     def ensures(self, ir: IR) -> str | None:
         """Every compiled layer was observed."""
-        missing = [x.index for x in ir.layers().compiled if f"layers.{x.index}.key_rows" not in ir.statistics]
+        missing = [x.index for x in ir.layers().compiled if f"layers.{x.index}.sample_k" not in ir.statistics]
         return f"layers {missing} were never observed during calibration" if missing else None
 
 

@@ -1,4 +1,4 @@
-"""Pass `clip`: choose each layer's clip ratio for keys and values by the error that attention reads."""
+"""Pass `clip`: choose each layer's clip ratio for keys and values by the error that reaches the attention output."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -6,14 +6,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvcompile.calibration import AttentionSample
 from kvcompile.codec import RowFormat, dequantize_rows, quantize_rows
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.ir import IR
-from kvcompile.scheme import RowCodec, group_size
+from kvcompile.scheme import RowCodec, Window, group_size
 from kvcompile.scheme.model import QuantileClip
 
-CANDIDATES = (0.84, 0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
+CANDIDATES = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
 
 
 @dataclass(frozen=True)
@@ -21,17 +22,18 @@ class ClipPass:
     """Calibrates rho of seed 000 A.5 per layer, separately for keys and values.
 
     1. A fixed ratio is taken as it is; without clipping the ratio is 1.
-    2. `calibrated` minimises ``tr(E M E^T) / tr(X M X^T)`` over sampled calibration rows X, E the quantization error. The
-       metric M is what reads the error: C_Q for keys, ``sum_h W_O,h^T W_O,h`` over the query heads h for values.
-    3. Reported per layer: this residual without rotation and clip, and with both.
+    2. `calibrated` takes the candidate with the smallest error of the attention output, seen through W_O, on calibration
+       sequences in which only history is quantized, as at run time: sink and recent tokens stay exact. An error per row
+       (even weighted by C_Q) is no substitute: it prefers ratios that shrink history against the exact windows.
+    3. Reported per layer: that relative error without rotation and clip, and with both.
     """
 
     name: ClassVar[str] = "clip"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     stored: ClassVar[bool] = True
 
     def requires(self, ir: IR) -> str | None:
-        """Sampled rows wherever a ratio is to be calibrated."""
+        """Attention samples wherever a ratio is to be calibrated."""
         if ir.inventory is None:
             return "the inventory pass must come first"
         for half, row in ir.scheme.rows():
@@ -43,16 +45,17 @@ class ClipPass:
         """Fill ``layers.{i}.{half}.clip_ratio`` (float64 scalar) for every compiled layer."""
         tensors, metrics = dict(ir.tensors), {}
         for layer in context.track(ir.layers().compiled, "clip", "layer", lambda _: 1):
+            sample = AttentionSample.restore(ir.statistics, layer.index)
+            outputs = None if sample is None else OutputError(ir, layer, sample)
             found: dict[str, float] = {}
             for half, row in ir.scheme.rows():
                 ratio = getattr(row.clip, "ratio", 1.0)
-                rows = ir.statistics.get(f"layers.{layer.index}.{half}_rows")
-                if rows is not None:
-                    search = LayerResidual(ir, layer, half, rows)
-                    if _is_calibrated(row):
-                        ratio = min(CANDIDATES, key=lambda r: search(row, r))
-                    found[f"{half}_residual_before"] = search.unrotated(row)
-                    found[f"{half}_residual_after"] = search(row, ratio)
+                if outputs is not None:
+                    r_KDD = ir.tensors.get(f"layers.{layer.index}.{half}.rotation")
+                    errors = {rho: outputs(half, row, r_KDD, rho) for rho in _candidates(row)}
+                    ratio = min(errors, key=lambda rho: errors[rho])
+                    found[f"{half}_residual_before"] = outputs(half, row, None, 1.0)
+                    found[f"{half}_residual_after"] = errors[ratio]
                 found[f"{half}_clip"] = ratio
                 tensors[f"layers.{layer.index}.{half}.clip_ratio"] = torch.tensor(ratio, dtype=torch.float64)
             metrics[layer.index] = found
@@ -68,45 +71,57 @@ class ClipPass:
         return None
 
 
-class LayerResidual:
-    """The weighted relative quantization error of one half of one layer, as a function of the clip ratio.
+class OutputError:
+    """Relative squared error of a layer's attention output when the history of one half is quantized.
 
-    Takes rows ``[K, n, D]``; the metric is taken along into the rotated basis, ``R^T M R``.
+    Shapes: S sequences, K KV heads, X = G n rows of queries, T tokens, D head_dim. Output differences are weighted with
+    the Gram matrix of W_O, averaged over the query heads of a KV head.
     """
 
-    def __init__(self, ir: IR, layer: AttentionLayer, half: str, rows_KND: Tensor):
-        self.head_dim = layer.head_dim
-        self.rows_KND = rows_KND.float()
-        self.metric_KDD = _metric(ir, layer, half).float()
-        r_KDD = ir.tensors.get(f"layers.{layer.index}.{half}.rotation")
-        self.rotated_KND, self.rotated_metric_KDD = self.rows_KND, self.metric_KDD
-        if r_KDD is not None:
-            self.rotated_KND = (self.rows_KND @ r_KDD).bfloat16().float()
-            self.rotated_metric_KDD = r_KDD.mT @ self.metric_KDD @ r_KDD
+    def __init__(self, ir: IR, layer: AttentionLayer, sample: AttentionSample):
+        self.sample, self.head_dim = sample, layer.head_dim
+        self.history = history_slice(ir.scheme.window, sample.k_SKTD.shape[2])
+        self.gram_KDD = _output_gram(ir, layer)
+        self.weights_SKXT = self._attend(sample.k_SKTD)
+        self.norm = self._weigh(self.weights_SKXT @ sample.v_SKTD)
 
-    def __call__(self, row: RowCodec, ratio: float) -> float:
-        """Residual with the scheme's rotation at this clip ratio."""
-        return self._residual(self.rotated_KND, self.rotated_metric_KDD, row, ratio)
-
-    def unrotated(self, row: RowCodec) -> float:
-        """Residual of the raw rows, neither rotated nor clipped."""
-        return self._residual(self.rows_KND, self.metric_KDD, row, 1.0)
-
-    def _residual(self, x_KND: Tensor, m_KDD: Tensor, row: RowCodec, ratio: float) -> float:
+    def __call__(self, half: str, row: RowCodec, r_KDD: Tensor | None, ratio: float) -> float:
+        """The error with this rotation (None is the identity) and clip ratio."""
         fmt = RowFormat(self.head_dim, row.quantizer.bits, group_size(row.quantizer, self.head_dim), ratio)
-        error = dequantize_rows(*quantize_rows(x_KND, fmt)) - x_KND
-        return float(((error @ m_KDD) * error).sum() / ((x_KND @ m_KDD) * x_KND).sum().clamp_min(1e-30))
+        rows = self.sample.k_SKTD if half == "key" else self.sample.v_SKTD
+        exact = rows[:, :, self.history]
+        rotated = (exact if r_KDD is None else exact @ r_KDD).bfloat16()
+        decoded = dequantize_rows(*quantize_rows(rotated, fmt))
+        quantized = rows.clone()
+        quantized[:, :, self.history] = decoded if r_KDD is None else decoded @ r_KDD.mT
+        if half == "key":
+            change = (self._attend(quantized) - self.weights_SKXT) @ self.sample.v_SKTD
+        else:
+            change = self.weights_SKXT @ (quantized - rows)
+        return self._weigh(change) / self.norm
+
+    def _attend(self, k_SKTD: Tensor) -> Tensor:
+        return (self.sample.q_SKXD @ k_SKTD.mT * self.sample.scaling).softmax(dim=-1)
+
+    def _weigh(self, change_SKXD: Tensor) -> float:
+        return float(((change_SKXD @ self.gram_KDD) * change_SKXD).sum().clamp_min(1e-30))
 
 
-def _metric(ir: IR, layer: AttentionLayer, half: str) -> Tensor:
-    """``[K, D, D]``: how errors of this half are read, C_Q for keys and the Gram matrix of W_O for values."""
-    if half == "key":
-        query = ir.statistics.get(f"layers.{layer.index}.query")
-        return torch.eye(layer.head_dim).expand(layer.num_key_value_heads, -1, -1) if query is None else query
-    w_KOD = ir.checkpoint.load(layer.o_weight).float().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
-    w_KOD = w_KOD.permute(1, 0, 2, 3).flatten(1, 2)
-    return w_KOD.mT @ w_KOD
+def history_slice(window: Window, tokens: int) -> slice:
+    """The tokens of a sample that are quantized; in a short sample the exact windows shrink to leave it some history."""
+    return slice(min(window.sink, tokens // 8), tokens - min(window.recent, tokens // 4))
+
+
+def _output_gram(ir: IR, layer: AttentionLayer) -> Tensor:
+    """``[K, D, D]``: ``sum_h W_O,h^T W_O,h`` over the query heads h of each KV head."""
+    w_OKGD = ir.checkpoint.load(layer.o_weight).float().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
+    w_KXD = w_OKGD.permute(1, 0, 2, 3).flatten(1, 2)
+    return w_KXD.mT @ w_KXD
 
 
 def _is_calibrated(row: RowCodec) -> bool:
     return isinstance(row.clip, QuantileClip) and row.clip.ratio == "calibrated"
+
+
+def _candidates(row: RowCodec) -> tuple[float, ...]:
+    return CANDIDATES if _is_calibrated(row) else (getattr(row.clip, "ratio", 1.0),)

@@ -10,11 +10,20 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from safetensors import SafetensorError
 
 from kvcompile.artifact import Manifest, read_manifest
 from kvcompile.calibration import read_corpus
 from kvcompile.checkpoint import open_checkpoint
-from kvcompile.errors import KvCompileError, OutputError
+from kvcompile.errors import (
+    ArtifactError,
+    CheckpointError,
+    KvCompileError,
+    OutputError,
+    PassError,
+    SchemeError,
+    VerificationError,
+)
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
 from kvcompile.passes.ir import IR
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
@@ -69,11 +78,12 @@ def convert(
     if stop_after is not None:
         pass_class(stop_after)
     workspace = Workspace(Path(out), force)
-    if not dry_run:
-        workspace.check_output()
+    workspace.check_output()
     checkpoint = open_checkpoint(model)
+    workspace.check_source(checkpoint.path)
     given = CalibrationInput(Path(calibration) if calibration else None, calibration_field, calibration_tokens, seed)
     steps = build_passes(scheme, given)
+    _check_order(scheme, stop_after)
     ir = IR(checkpoint, scheme, weights)
     context = Context(torch_device(device), workspace.staging)
     if track is not None:
@@ -86,7 +96,7 @@ def convert(
 
     ir = run_passes(steps[:1], ir, context, instruments)
     steps = steps[1:]
-    if dry_run:
+    if dry_run or stop_after == "inventory":
         return result(ir, None)
     corpus = read_corpus(given.text, given.field, given.seed)
     inputs = {
@@ -100,20 +110,47 @@ def convert(
     try:
         with peak:
             steps, ir = workspace.restore(steps, ir)
-            until = next((i + 1 for i, step in enumerate(steps) if step.name == stop_after), len(steps))
-            ir = run_passes(steps[:until], ir, context, [timing, StageStore(workspace), *instruments])
+            wanted = scheme.passes[: scheme.passes.index(stop_after or "emit") + 1]
+            steps = [step for step in steps if step.name in wanted]
+            ir = run_passes(steps, ir, context, [timing, StageStore(workspace), *instruments])
             context.models.clear()
-            if stop_after is not None and stop_after != steps[-1].name:
+            if wanted[-1] != "emit":
                 workspace.abandon()
                 return result(ir, None)
+            manifest = read_manifest(workspace.staging)  # what cannot be read back is not published
             workspace.publish()
-    except OSError as error:
-        _resume_hint(error, workspace)
-        raise OutputError(f"cannot write {workspace.out}: {error.strerror or error}; nothing was left there") from error
-    except (KvCompileError, KeyboardInterrupt) as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        failure = OutputError(f"cannot write {workspace.out}: {reason}; nothing was left there")
+        _resume_hint(failure, workspace)
+        raise failure from error
+    except CheckpointError:
+        workspace.discard()  # a repaired source is another source
+        raise
+    except (ArtifactError, PassError, VerificationError) as error:
+        if culprit := next(checkpoint.non_finite(), None):
+            workspace.discard()
+            raise CheckpointError(
+                f"tensor {culprit} in {checkpoint.path} holds NaN or infinity; repair the checkpoint"
+            ) from error
         _resume_hint(error, workspace)
         raise
-    return result(ir, read_manifest(workspace.out))
+    except BaseException as error:
+        _resume_hint(error, workspace)
+        raise
+    return result(ir, manifest)
+
+
+def _check_order(scheme: Scheme, stop_after: str | None) -> None:
+    """Raise SchemeError unless passes run from inventory to emit, each once, and `stop_after` is one of them."""
+    names = scheme.passes
+    if names[:1] != ("inventory",) or names[-1:] != ("emit",) or len(set(names)) != len(names):
+        raise SchemeError(
+            f"scheme {scheme.name}: passes must begin with inventory, end with emit and name no pass twice, "
+            f"but they are: {', '.join(names) or 'none'}"
+        )
+    if stop_after is not None and stop_after not in names:
+        raise SchemeError(f"cannot stop after '{stop_after}': scheme {scheme.name} runs only {', '.join(names)}")
 
 
 def torch_device(name: str) -> torch.device:

@@ -29,7 +29,8 @@ class Fold:
 class IR:
     """Everything known about a conversion between two passes.
 
-    `statistics` holds ``layers.{i}.{target}`` (float64 ``[K, D, D]``) and ``layers.{i}.{key|value}_rows`` (``[K, n, D]``);
+    `statistics` holds ``layers.{i}.{target}`` (float64 ``[K, D, D]``) and the attention sample
+    of each layer (`calibration.AttentionSample`);
     `tensors` holds what goes into the sidecar; `metrics` is per layer; `summary` is about the whole model.
     """
 

@@ -30,7 +30,9 @@ class CalibrationInput:
 def _calibrate(scheme: Scheme, given: CalibrationInput) -> CalibratePass:
     plan = scheme.calibration
     tokens = given.tokens or plan.tokens
-    return CalibratePass(given.text, given.field, tokens, plan.sequence_length, min(plan.clip_tokens, tokens), given.seed)
+    return CalibratePass(
+        given.text, given.field, tokens, plan.sequence_length, plan.sample_sequences, plan.sample_length, given.seed
+    )
 
 
 _FACTORIES: dict[str, tuple[type, Callable[[Scheme, CalibrationInput], Pass]]] = {

@@ -4,6 +4,7 @@
 continues from) and ``artifact/`` (the staging directory, renamed to the output at the end).
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kvcompile.artifact import MANIFEST_NAME, CalibrationRecord
+from kvcompile.checkpoint import tensor_bytes
 from kvcompile.errors import OutputError
 from kvcompile.passes.base import Instrument, Pass, PassResult
 from kvcompile.passes.ir import IR
@@ -28,10 +31,12 @@ class Workspace:
         self.root = self.out.parent / f".{self.out.name}.kvcompile"
         self.staging = self.root / "artifact"
         self.stages = self.root / "stages"
+        self.replaced = self.root / "replaced"
 
     def check_output(self) -> None:
         """Refuse an output that exists (unless forced, and then only an artifact) or whose parent cannot be written."""
-        if self.out.exists():
+        self._put_back()
+        if self.out.exists() or self.out.is_symlink():
             empty = self.out.is_dir() and not any(self.out.iterdir())
             if not self.force and not empty:
                 raise OutputError(f"output {self.out} already exists; choose another path or replace it with --force")
@@ -40,6 +45,12 @@ class Workspace:
         parent = next(p for p in self.out.parents if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise OutputError(f"output {self.out} cannot be written: {parent} is not a writable directory")
+
+    def check_source(self, source: Path) -> None:
+        """Refuse an output that is the source or holds it: replacing it would destroy the source."""
+        out, source = self.out.resolve(), source.resolve()
+        if out == source or out in source.parents:
+            raise OutputError(f"output {self.out} holds the source {source}, which is never replaced; choose another path")
 
     def open(self, inputs: Mapping[str, str], resume: bool) -> None:
         """Make the directory, or continue one whose inputs are the same. Raises OutputError when they have changed."""
@@ -58,22 +69,23 @@ class Workspace:
             self.staging.mkdir()
             _write_atomically(self.root / "inputs.json", json.dumps(dict(inputs), indent=1))
         except OSError as error:
+            self.abandon()
             raise OutputError(f"cannot write beside {self.out}: {error.strerror or error}") from error
 
     def publish(self) -> None:
         """Rename the staging directory to the output, replacing a previous artifact when forced."""
+        self.check_output()  # somebody may have put something there in the meantime
         for path in sorted(self.staging.rglob("*")):
             _sync(path)
         _sync(self.staging)
-        replaced = self.root / "replaced"
         if self.out.exists():
-            self.out.rename(replaced)
+            self.out.rename(self.replaced)
         try:
             self.staging.rename(self.out)
         except OSError as error:
-            if replaced.exists():
-                replaced.rename(self.out)
             raise OutputError(f"cannot move the result to {self.out}: {error.strerror}") from error
+        finally:
+            self._put_back()
         _sync(self.out.parent)
         self.discard()
 
@@ -96,7 +108,7 @@ class Workspace:
             if steps[position].stored and path.exists():
                 try:
                     restored = _load_stage(path, ir)
-                except (SafetensorError, OSError, ValueError, KeyError):
+                except (SafetensorError, OSError, ValueError, KeyError, TypeError):
                     continue  # a damaged stage is computed again
                 kept = [step for step in steps[:position] if not step.stored]
                 return [*kept, *steps[position + 1 :]], restored
@@ -112,8 +124,18 @@ class Workspace:
         tensors = {f"statistics/{n}": t.contiguous() for n, t in ir.statistics.items()}
         tensors |= {f"tensors/{n}": t.contiguous() for n, t in ir.tensors.items()}
         temporary = self.stages / f".{step.name}.tmp"
-        save_file(tensors, temporary, metadata={"ir": json.dumps(meta)})
-        os.replace(temporary, self._stage(step))
+        text = json.dumps(meta)
+        try:
+            save_file(tensors, temporary, metadata={"ir": text, "sha256": _digest(text, tensors)})
+            os.replace(temporary, self._stage(step))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _put_back(self) -> None:
+        """Return a previous artifact whose replacement did not come to pass."""
+        if self.replaced.exists() and not self.out.exists():
+            self.replaced.rename(self.out)
 
     def _stage(self, step: Pass) -> Path:
         return self.stages / f"{step.name}.safetensors"
@@ -140,15 +162,28 @@ class StageStore(Instrument):
 def _load_stage(path: Path, ir: IR) -> IR:
     statistics, tensors = {}, {}
     with safe_open(path, framework="pt") as file:
-        meta = json.loads(file.metadata()["ir"])
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            kind, _, key = name.partition("/")
-            (statistics if kind == "statistics" else tensors)[key] = file.get_tensor(name)
+        text, digest = file.metadata()["ir"], file.metadata()["sha256"]
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    if _digest(text, stored) != digest:
+        raise ValueError(f"{path} is damaged")
+    meta = json.loads(text)
+    for name, tensor in stored.items():
+        kind, _, key = name.partition("/")
+        (statistics if kind == "statistics" else tensors)[key] = tensor
     calibration = CalibrationRecord.model_validate(meta["calibration"]) if meta["calibration"] else None
     metrics = {int(i): m for i, m in meta["metrics"].items()}
     return replace(
         ir, statistics=statistics, tensors=tensors, calibration=calibration, metrics=metrics, summary=meta["summary"]
     )
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of all that a stage holds."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
 
 
 def _write_atomically(path: Path, text: str) -> None:

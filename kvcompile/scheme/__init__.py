@@ -2,13 +2,14 @@
 
 from kvcompile.scheme.bits import bits_per_element, group_size, history_bits
 from kvcompile.scheme.library import builtin_names, load_scheme, parse_scheme, scheme_text
-from kvcompile.scheme.model import Quantizer, RowCodec, Scheme, Spectral
+from kvcompile.scheme.model import Quantizer, RowCodec, Scheme, Spectral, Window
 
 __all__ = [
     "Quantizer",
     "RowCodec",
     "Scheme",
     "Spectral",
+    "Window",
     "bits_per_element",
     "builtin_names",
     "group_size",

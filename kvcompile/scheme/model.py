@@ -89,11 +89,12 @@ class Window(Section):
 
 
 class Calibration(Section):
-    """How much text the statistics are taken from."""
+    """How much text the statistics are taken from, and how much attention is kept to calibrate clips on."""
 
     tokens: int = Field(default=8192, ge=1)
     sequence_length: int = Field(default=2048, ge=16)
-    clip_tokens: int = Field(default=512, ge=16)
+    sample_sequences: int = Field(default=2, ge=1)
+    sample_length: int = Field(default=1024, ge=16)
 
 
 class Scheme(Section):
@@ -122,10 +123,8 @@ class Scheme(Section):
 
     def targets(self) -> frozenset[str]:
         """The covariances that the calibrate pass must collect."""
-        wanted = {r.rotation.target for _, r in self.rows() if isinstance(r.rotation, Spectral) and r.rotation.eigenbasis}
-        if isinstance(self.key.clip, QuantileClip) and self.key.clip.ratio == "calibrated":
-            wanted.add("query")
-        return frozenset(wanted)
+        rotations = [row.rotation for _, row in self.rows()]
+        return frozenset(r.target for r in rotations if isinstance(r, Spectral) and r.eigenbasis)
 
     def folds_values(self) -> bool:
         """Whether the scheme asks for its value rotation to be folded into W_V and W_O."""
