@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_attention.py --out benchmarks/results
 
-Contenders: torch SDPA on a BF16 cache, with `enable_gqa` and with the query heads of a KV head viewed as G query rows
-(the fair baseline: it reads every key once); the codec in plain torch; the compiled kernel. All take turns in one run, on
-rotating buffers, after a check of the kernel against float64 on the same codes. With --out, writes cpu_attention.csv and
+Contenders: torch SDPA on a BF16 cache, with `enable_gqa` and with the query heads of a KV head viewed as query rows (the
+fair baseline: it reads every key once); the codec in plain torch; the compiled kernel. All take turns in one run, on
+rotating buffers; the kernel's error is against float64 on the same codes. With --out, writes cpu_attention.csv and
 cpu_attention.md.
 """
 
@@ -33,23 +33,22 @@ BUFFERS = 3
 BASELINE = "SDPA bf16, grouped view"
 
 
-def build(num_kv_heads: int, context: int, bits: int) -> tuple[Tensor, Tensor, Tensor, LayerCache]:
-    """A query [1, H, D], a BF16 cache [1, K, n, D] and the same tokens packed, pages in random order."""
-    q_BHD = torch.randn(1, num_kv_heads * QUERIES, HEAD_DIM)
-    k, v = (torch.randn(1, num_kv_heads, context, HEAD_DIM).bfloat16() for _ in "kv")
+def pack(k: Tensor, v: Tensor, bits: int) -> LayerCache:
+    """Keys and values [1, K, n, D] as a layer whose pages lie in random order; the newest 256 to 319 stay in BF16."""
+    num_kv_heads, context = k.shape[1:3]
     fmt = PageFormat(RowFormat(HEAD_DIM, bits, HEAD_DIM), RowFormat(HEAD_DIM, bits, HEAD_DIM))
-    num_pages = (context - SINK) // PAGE_TOKENS - 4  # 256 to 319 recent tokens stay in BF16
+    num_pages = (context - SINK) // PAGE_TOKENS - 4
     end = SINK + PAGE_TOKENS * num_pages
     table_BN = torch.randperm(num_pages).int()[None]
     paged = [x[0, :, SINK:end].unflatten(1, (num_pages, PAGE_TOKENS)).transpose(0, 1) for x in (k, v)]
     pages_PKX = torch.empty(num_pages, num_kv_heads, fmt.page_bytes, dtype=torch.uint8)
     pages_PKX[table_BN[0].long()] = encode_pages(*paged, fmt)
-    ring = [torch.zeros(1, num_kv_heads, RING, HEAD_DIM, dtype=torch.bfloat16) for _ in "kv"]
-    for window, x in zip(ring, (k, v), strict=True):
-        window[:, :, torch.arange(end - SINK, context - SINK) % RING] = x[:, :, end:]
+    rings = [torch.zeros(1, num_kv_heads, RING, HEAD_DIM, dtype=torch.bfloat16) for _ in "kv"]
+    for ring, x in zip(rings, (k, v), strict=True):
+        ring[:, :, torch.arange(end - SINK, context - SINK) % RING] = x[:, :, end:]
     counts = (torch.tensor([n], dtype=torch.int32) for n in (num_pages, context))
     sinks = (x[:, :, :SINK].contiguous() for x in (k, v))
-    return q_BHD, k, v, LayerCache(fmt, pages_PKX, table_BN, *counts, *sinks, *ring)
+    return LayerCache(fmt, pages_PKX, table_BN, *counts, *sinks, *rings)
 
 
 def error_of(q_BHD: Tensor, layer: LayerCache) -> float:
@@ -74,37 +73,40 @@ def milliseconds(contenders: dict[str, Callable[[int], object]], repetitions: in
     return times
 
 
-def measure(num_kv_heads: int, context: int, bits: int, repetitions: int) -> list[dict[str, object]]:
+def measure(num_kv_heads: int, context: int, repetitions: int) -> list[dict[str, object]]:
     """One row of the table per contender."""
-    buffers = [build(num_kv_heads, context, bits) for _ in range(BUFFERS)]
-
-    def dense(grouped: bool, q_BHD: Tensor, k: Tensor, v: Tensor, _: LayerCache) -> Tensor:
-        q = q_BHD.bfloat16().view(1, num_kv_heads if grouped else -1, QUERIES if grouped else 1, HEAD_DIM)
-        return sdpa(q, k, v, scale=SCALING, enable_gqa=not grouped)
-
-    times = milliseconds(
-        {
-            "SDPA bf16, enable_gqa": lambda i: dense(False, *buffers[i]),
-            BASELINE: lambda i: dense(True, *buffers[i]),
-            "codec": lambda i: attend_layer(buffers[i][0], buffers[i][3], SCALING),
-            "kernel": lambda i: cpu.attend(buffers[i][0], buffers[i][3], SCALING),
-        },
-        repetitions,
-    )
-    q_BHD, k, v, layer = buffers[0]
-    packed = sum(x.nbytes for x in vars(layer).values() if isinstance(x, Tensor))
+    q_BHD = torch.randn(1, num_kv_heads * QUERIES, HEAD_DIM)
+    dense = [torch.randn(2, 1, num_kv_heads, context, HEAD_DIM).bfloat16() for _ in range(BUFFERS)]
+    packed = {bits: [pack(k, v, bits) for k, v in dense] for bits in (2, 4)}
+    q_view = q_BHD.bfloat16().view(1, num_kv_heads, QUERIES, HEAD_DIM)
+    contenders = {
+        "SDPA bf16, enable_gqa": lambda i: sdpa(
+            q_view.view(1, -1, 1, HEAD_DIM), *dense[i], scale=SCALING, enable_gqa=True
+        ),
+        BASELINE: lambda i: sdpa(q_view, *dense[i], scale=SCALING),
+        "codec, 2 bits": lambda i: attend_layer(q_BHD, packed[2][i], SCALING),
+        "kernel, 2 bits": lambda i: cpu.attend(q_BHD, packed[2][i], SCALING),
+        "kernel, 4 bits": lambda i: cpu.attend(q_BHD, packed[4][i], SCALING),
+    }
+    errors = {f"kernel, {bits} bits": error_of(q_BHD, layers[0]) for bits, layers in packed.items()}
+    times = milliseconds(contenders, repetitions)
     baseline = statistics.median(times[BASELINE])
+
+    def megabytes(name: str) -> float:
+        if name.startswith("SDPA"):
+            return dense[0].nbytes / 1e6
+        return sum(x.nbytes for x in vars(packed[int(name[-6])][0]).values() if isinstance(x, Tensor)) / 1e6
+
     return [
         {
-            "kv heads": num_kv_heads,
+            "KV heads": num_kv_heads,
             "context": context,
-            "bits": bits if name in ("codec", "kernel") else 16,
             "contender": name,
-            "median ms": round(statistics.median(taken), 3),
-            "fastest ms": round(min(taken), 3),
-            "times the grouped SDPA": round(baseline / statistics.median(taken), 2),
-            "cache MB": round((k.nbytes + v.nbytes if name.startswith("SDPA") else packed) / 1e6, 2),
-            "error": f"{error_of(q_BHD, layer):.1e}" if name == "kernel" else "",
+            "median ms": f"{statistics.median(taken):.3f}",
+            "fastest ms": f"{min(taken):.3f}",
+            "speed-up": f"{baseline / statistics.median(taken):.2f}",
+            "cache MB": f"{megabytes(name):.2f}",
+            "error": f"{errors[name]:.1e}" if name in errors else "",
             "calls": len(taken),
         }
         for name, taken in times.items()
@@ -131,25 +133,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory for cpu_attention.csv and cpu_attention.md")
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repetitions", type=int, default=60)
     args = parser.parse_args()
     if not cpu.is_available():
         sys.exit("No working C compiler: install gcc or set CC.")
     torch.manual_seed(0)
+    cores, threads, simd = os.cpu_count(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     notes = [
-        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        f"{processor()}, {cores} cores, {threads} threads, {simd}",
         f"Python {platform.python_version()}, torch {torch.__version__}, {cpu._compiler()[1].splitlines()[0]}",
-        f"batch 1, one layer, head_dim {HEAD_DIM}, {QUERIES} query heads per KV head, group {HEAD_DIM}, sink {SINK}, ring {RING}",
+        f"batch 1, one layer, head_dim {HEAD_DIM}, {QUERIES} query heads per KV head, one group, sink {SINK}, ring {RING}",
         f"{args.repetitions} turns over {BUFFERS} buffers, load average {os.getloadavg()[0]:.1f} at the start",
+        f"speed-up: median of '{BASELINE}' over median",
         f"`python {shlex.join(sys.argv)}`",
     ]
     rows = []
-    for num_kv_heads, context, bits in itertools.product(args.kv_heads, args.contexts, args.bits):
-        rows += measure(num_kv_heads, context, bits, args.repetitions)
-        print(*[" ".join(f"{name} {x};" for name, x in row.items()) for row in rows[-4:]], sep="\n", flush=True)
+    for num_kv_heads, context in itertools.product(args.kv_heads, args.contexts):
+        print(f"measuring {num_kv_heads} KV heads, context {context}", file=sys.stderr)
+        rows += measure(num_kv_heads, context, args.repetitions)
     report = markdown(rows, notes)
-    print(f"\n{report}")
+    print(report)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "cpu_attention.md").write_text(report)

@@ -66,6 +66,13 @@ def test_help_has_an_example(command: tuple[str, ...], flag: str, capsys: Capsys
     assert f"kvcompile {command[0] if command else 'convert'}" in out
 
 
+def test_group_help_lists_the_commands(capsys: Capsys) -> None:
+    text = " ".join(succeed(capsys, "--help").out.split())
+    for name, summary in COMMANDS.items():
+        assert f"{name} {summary}" in text
+        assert summary in " ".join(succeed(capsys, name, "--help").out.split())
+
+
 @pytest.mark.parametrize("command", GROUPED, ids=" ".join)
 def test_help_of_subcommands(command: tuple[str, str], capsys: Capsys) -> None:
     assert "Usage: kvcompile " + " ".join(command) in succeed(capsys, *command, "--help").out

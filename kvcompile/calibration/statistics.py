@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 OBSERVER = "kvcompile_observe"
-ROWS_PER_CHUNK = 4096
+ROWS_PER_CHUNK = 512
 """Rows converted to float64 at a time: bounds the memory of accumulation."""
 
 
@@ -75,7 +75,7 @@ class AttentionSample:
         return cls(q.float(), k.float(), v.float(), float(scaling))
 
 
-SAMPLE_QUERIES = 64
+SAMPLE_QUERIES = 32
 
 
 @dataclass

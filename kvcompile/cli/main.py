@@ -10,7 +10,15 @@ import click
 from kvcompile.errors import KvCompileError
 from kvcompile.version import __version__
 
-COMMANDS = ("convert", "verify", "inspect", "generate", "schemes", "passes")
+COMMANDS = {
+    "convert": "Convert MODEL (a checkpoint directory or a Hugging Face id) so that its KV cache is packed.",
+    "verify": "Check that ARTIFACT is whole and, with --source, that it is the same model.",
+    "inspect": "Show which layers of a model or artifact have a KV cache, and what it costs in BF16 and packed.",
+    "generate": "Continue a prompt with a converted model, its cache packed; text streams as it comes.",
+    "schemes": "List, show or validate schemes.",
+    "passes": "List or explain the passes that a conversion is made of.",
+}
+"""Every command with the first sentence of its help, so that the group's help need not import it."""
 
 
 class LazyGroup(click.Group):
@@ -25,6 +33,11 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return getattr(importlib.import_module(f"kvcompile.cli.{cmd_name}"), f"{cmd_name}_command")
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands with their summaries, none of them imported."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -287,13 +287,14 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
     const int split_pages = BLOCK_PAGES * (int)((blocks + wanted - 1) / wanted); /* 0 when nothing is packed */
     const int splits = most_pages ? (int)((most_pages + split_pages - 1) / split_pages) : 1;
     Partial *parts = malloc(sizeof(Partial) * B * K * splits);
-    if (!parts) return 1;
+    int *done = calloc((size_t)B * K, sizeof *done); /* splits that ended, of each row and KV head */
+    if (!parts || !done) return free(parts), free(done), 1;
 #pragma omp parallel num_threads(threads)
     {
         static _Thread_local Scratch scratch;
         Scratch *s = &scratch;
         __asm__("" : "+r"(s)); /* a compiler that knows where s comes from looks the address up again inside the loops */
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (int task = 0; task < B * K * splits; task++) {
             const int pair = task / splits, split = task % splits, row = pair / K, head = pair % K;
             Partial *part = &parts[task];
@@ -320,10 +321,12 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
                 attend_pages(s, page, count, part);
             }
             finish_task(s, part);
+            /* Whoever ends last merges: a barrier more would cost more wherever threads have to wait for a core. */
+            if (__atomic_add_fetch(&done[pair], 1, __ATOMIC_ACQ_REL) == splits)
+                merge(parts + (size_t)pair * splits, splits, out + (size_t)pair * G * D);
         }
-#pragma omp for
-        for (int pair = 0; pair < B * K; pair++) merge(parts + (size_t)pair * splits, splits, out + (size_t)pair * G * D);
     }
     free(parts);
+    free(done);
     return 0;
 }

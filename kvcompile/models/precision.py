@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    {F.linear, torch.matmul, torch.bmm, torch.addmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
+    {torch.matmul, torch.bmm, torch.addmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 )
+_ELEMENTS_AT_ONCE = 1 << 21
+"""Elements of a linear layer's weight upcast at a time: 8 MiB, however large the vocabulary."""
 
 
 class Float32Compute(TorchFunctionMode):
@@ -23,10 +25,20 @@ class Float32Compute(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
         if func in _PRODUCTS:
             return func(*map(_upcast, args), **{name: _upcast(value) for name, value in kwargs.items()})
         result = func(*args, **kwargs)
         return _upcast(result) if func is F.embedding else result
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input @ weight.T + bias`` in float32, a few output channels at a time."""
+    rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    parts = [torch.matmul(_upcast(input), _upcast(part).T) for part in weight.split(rows)]
+    product = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    return product if bias is None else product + _upcast(bias)
 
 
 def _upcast(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcompile.artifact import orthogonality_error
 from kvcompile.errors import KvCompileError, PassError
 from kvcompile.passes.ir import IR
+from kvcompile.passes.memory import release_memory
 
 T = TypeVar("T")
 
@@ -95,6 +96,7 @@ def run_passes(steps: Sequence[Pass], ir: IR, context: Context, instruments: Seq
             raise PassError(f"pass '{step.name}' left a faulty result: {problem}")
         seconds = time.perf_counter() - started
         ir = result.ir
+        release_memory()
         for instrument in instruments:
             instrument.after(step, result, seconds)
     return ir

@@ -14,6 +14,7 @@ from kvcompile.errors import CalibrationError, CheckpointError
 from kvcompile.models import load_model, load_tokenizer
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.ir import IR
+from kvcompile.passes.memory import release_memory
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class CalibratePass:
         corpus = read_corpus(self.text, self.field, self.seed)
         length = min(self.sequence_length, ir.layers().max_positions)
         sequences = tokenize_corpus(corpus, load_tokenizer(ir.checkpoint.path), self.tokens, length)
+        release_memory()
         started = time.perf_counter()
         model = load_model(ir.checkpoint.path, OBSERVER, context.device)
         context.costs["load"] = time.perf_counter() - started

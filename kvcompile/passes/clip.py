@@ -1,6 +1,8 @@
 """Pass `clip`: choose each layer's clip ratio for keys and values by the error that reaches the attention output."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,7 +16,8 @@ from kvcompile.passes.ir import IR
 from kvcompile.scheme import RowCodec, Window, group_size
 from kvcompile.scheme.model import QuantileClip
 
-CANDIDATES = (0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
+CANDIDATES = (0.80, 0.82, 0.84, 0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
+START = CANDIDATES.index(0.94)
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,10 @@ class ClipPass:
                 ratio = getattr(row.clip, "ratio", 1.0)
                 if outputs is not None:
                     r_KDD = ir.tensors.get(f"layers.{layer.index}.{half}.rotation")
-                    errors = {rho: outputs(half, row, r_KDD, rho) for rho in _candidates(row)}
-                    ratio = min(errors, key=lambda rho: errors[rho])
+                    error = partial(outputs, half, row, r_KDD)
+                    ratio, smallest = descend(error) if _is_calibrated(row) else (ratio, error(ratio))
                     found[f"{half}_residual_before"] = outputs(half, row, None, 1.0)
-                    found[f"{half}_residual_after"] = errors[ratio]
+                    found[f"{half}_residual_after"] = smallest
                 found[f"{half}_clip"] = ratio
                 tensors[f"layers.{layer.index}.{half}.clip_ratio"] = torch.tensor(ratio, dtype=torch.float64)
             metrics[layer.index] = found
@@ -69,6 +72,19 @@ class ClipPass:
                 if ratio is None or not 0 < float(ratio) <= 1:
                     return f"layer {layer.index} has no valid {half} clip ratio"
         return None
+
+
+def descend(error: Callable[[float], float]) -> tuple[float, float]:
+    """The candidate from which no neighbour is better, and its error: from 0.94 downhill over `CANDIDATES`."""
+    known = {START: error(CANDIDATES[START])}
+    best = START
+    for step in (-1, 1):
+        while 0 <= best + step < len(CANDIDATES) and best + step not in known:
+            known[best + step] = error(CANDIDATES[best + step])
+            if known[best + step] >= known[best]:
+                break
+            best += step
+    return CANDIDATES[best], known[best]
 
 
 class OutputError:
@@ -121,7 +137,3 @@ def _output_gram(ir: IR, layer: AttentionLayer) -> Tensor:
 
 def _is_calibrated(row: RowCodec) -> bool:
     return isinstance(row.clip, QuantileClip) and row.clip.ratio == "calibrated"
-
-
-def _candidates(row: RowCodec) -> tuple[float, ...]:
-    return CANDIDATES if _is_calibrated(row) else (getattr(row.clip, "ratio", 1.0),)

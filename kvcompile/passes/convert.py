@@ -1,14 +1,11 @@
 """From a checkpoint to an artifact: build the passes that a scheme names, run them, publish the result."""
 
 import json
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from safetensors import SafetensorError
 
@@ -26,6 +23,7 @@ from kvcompile.errors import (
 )
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
 from kvcompile.passes.ir import IR
+from kvcompile.passes.memory import PeakMemory
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
 from kvcompile.passes.workspace import StageStore, Workspace
 from kvcompile.scheme import Scheme, load_scheme
@@ -181,29 +179,3 @@ class Timing(Instrument):
     def costs(self, context: Context) -> dict[str, float]:
         """The parts of a conversion that any tool would pay: load, a plain forward pass, save."""
         return {**context.costs, "save": self.seconds.get("emit", 0.0)}
-
-
-class PeakMemory:
-    """The largest resident memory of this process above what it had on entry, sampled every 20 ms."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def __enter__(self) -> "PeakMemory":
-        self._process = psutil.Process()
-        self._start = self._process.memory_info().rss
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, self._process.memory_info().rss - self._start)
-            if self._done.wait(0.02):
-                return
-            time.sleep(0)

@@ -20,6 +20,7 @@ class FoldPass:
     2. Only these tensors are ever edited: embeddings, tied or not, are never touched.
     3. With overlay weights nothing is folded and R_V stays online.
     4. Weights to be folded must be finite.
+    5. Everything is solved by now, so the statistics are let go.
     """
 
     name: ClassVar[str] = "fold"
@@ -45,7 +46,7 @@ class FoldPass:
                 raise CheckpointError(
                     f"tensor {fold.tensor} (layer {fold.layer}) in {ir.checkpoint.path} holds NaN or infinity; repair the checkpoint"
                 )
-        return PassResult(replace(ir, folds=tuple(folds)), modified=bool(folds))
+        return PassResult(replace(ir, folds=tuple(folds), statistics={}), modified=True)
 
     def ensures(self, ir: IR) -> str | None:
         """Both sides of every rotation are planned, and no tensor twice."""
