@@ -2,10 +2,10 @@
 
     python benchmarks/cpu_attention.py --out benchmarks/results
 
-Contenders: torch SDPA on a BF16 cache, with `enable_gqa` and with the query heads of a KV head viewed as query rows (the
-fair baseline: it reads every key once); the codec in plain torch; the compiled kernel. All take turns in one run, on
-rotating buffers; the kernel's error is against float64 on the same codes. With --out, writes cpu_attention.csv and
-cpu_attention.md.
+Contenders: torch SDPA on a BF16 cache, with `enable_gqa` and with the query heads of a KV head viewed as query rows
+(the fair baseline: it reads every key once); the codec in plain torch; the compiled kernel. All take turns in one run,
+on rotating buffers; the kernel's error is against float64 on the same codes. With --out, writes cpu_attention.csv and
+cpu_attention.md. On a machine that does other things at the same time, read the fastest call, not the median.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main() -> None:
     notes = [
         f"{processor()}, {cores} cores, {threads} threads, {simd}",
         f"Python {platform.python_version()}, torch {torch.__version__}, {cpu._compiler()[1].splitlines()[0]}",
-        f"batch 1, one layer, head_dim {HEAD_DIM}, {QUERIES} query heads per KV head, one group, sink {SINK}, ring {RING}",
+        f"batch 1, one layer, head_dim {HEAD_DIM}, {QUERIES} query heads per KV head, sink {SINK}, ring {RING}",
         f"{args.repetitions} turns over {BUFFERS} buffers, load average {os.getloadavg()[0]:.1f} at the start",
         f"speed-up: median of '{BASELINE}' over median",
         f"`python {shlex.join(sys.argv)}`",

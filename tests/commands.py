@@ -1,5 +1,6 @@
 """Running the command line inside the test process, and comparing directories before and after."""
 
+import gc
 import hashlib
 import json
 from collections.abc import Iterator
@@ -94,9 +95,16 @@ def reseal(artifact: Path, *projections: str) -> None:
     path.write_text(json.dumps(manifest))
 
 
-def one_thread() -> Iterator[None]:
-    """The body of a fixture: tiny models are quickest on one thread, above all on a busy machine."""
+def quick_conversions() -> Iterator[None]:
+    """The body of a fixture that makes conversions of tiny models quick.
+
+    They need no second thread, above all on a busy machine; and passes collect garbage, which takes long only because
+    of all the modules that a test session has imported.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)

@@ -15,7 +15,7 @@ import kvcompile
 from kvcompile.checkpoint import Checkpoint, tensor_bytes
 from kvcompile.cli.main import COMMANDS
 from kvcompile.models.agreement import KL_TOLERANCE, LOGITS_TOLERANCE, LogitAgreement, compare_logits, logits_of
-from tests.commands import QUICK, contents, one_thread, succeed, workspace
+from tests.commands import QUICK, contents, quick_conversions, succeed, workspace
 from tests.conftest import family_config, save_model
 
 Capsys = pytest.CaptureFixture[str]
@@ -25,8 +25,8 @@ PROMPT = "The harbour master counted the boats twice, and then once more, becaus
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    yield from one_thread()
+def _quick() -> Iterator[None]:
+    yield from quick_conversions()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,9 @@ def test_version(capsys: Capsys) -> None:
     assert kvcompile.__version__ in succeed(capsys, "--version").out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["schemes", "list"], ["schemes", "show", "oscar-int2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["schemes", "list"], ["schemes", "show", "oscar-int2"]]
+)
 def test_quick_commands_do_not_import_torch(arguments: list[str]) -> None:
     program = f"""
 import sys
@@ -310,9 +312,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES.values(), ids=FAMILIES.keys())
-def test_folding_keeps_the_logits(
-    family: str, changes: dict[str, object], tmp_path: Path, capsys: Capsys
-) -> None:
+def test_folding_keeps_the_logits(family: str, changes: dict[str, object], tmp_path: Path, capsys: Capsys) -> None:
     source, out = tmp_path / "model", tmp_path / "out"
     save_model(family_config(family, **changes), source, shards="200KB")
     assert len(list(source.glob("*.safetensors"))) > 1

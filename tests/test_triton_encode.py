@@ -225,7 +225,7 @@ def test_rotation_compiles_for_hopper(tmp_path):
     built = compile_for_hopper(
         "kvcompile.kernels.triton_encode:_rotate_kernel",
         {"x_ptr": "*bf16", "r_ptr": "*fp32", "out_ptr": "*bf16"},
-        {"HEADS_PER_MATRIX": 4, "D": 128, "TILE": 16, "WIDTH": 128, "STEP": 16},
+        {"HEADS_PER_MATRIX": 4, "D": 128, "TILE": 16, "WIDTH": 128, "STEP": 16, "ROUND": True},
         tmp_path,
         num_warps=4,
     )

@@ -199,6 +199,7 @@ def rotate_write(
 def _rotate_kernel(
     x_ptr, r_ptr, out_ptr, num_tokens, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h,
     HEADS_PER_MATRIX: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile of tokens, head, batch row)."""
     first = tl.program_id(0).to(tl.int64) * TILE
@@ -211,18 +212,20 @@ def _rotate_kernel(
     matrix_ptr = r_ptr + head // HEADS_PER_MATRIX * D * D
     y_TD = _matmul(x_ptr, x_stride_t, matrix_ptr, live_T, d, d < D, D, TILE, WIDTH, STEP)
     out_ptr += row * out_stride_b + head * out_stride_h + first * D
-    tl.store(out_ptr + t[:, None] * D + d[None, :], to_bf16(y_TD), mask=live_T[:, None] & (d < D)[None, :])
+    if ROUND:
+        y_TD = to_bf16(y_TD)
+    tl.store(out_ptr + t[:, None] * D + d[None, :], y_TD, mask=live_T[:, None] & (d < D)[None, :])
 
 
-def rotate_rows(x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
-    """Every head's rows times its KV head's matrix, accumulated in float32: bfloat16 ``[B, H, T, D]``.
+def rotate_rows(x_BHTD: Tensor, r_KDD: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Every head's rows times its KV head's matrix, accumulated in float32: bfloat16 or float32 ``[B, H, T, D]``.
 
     For keys and values H = K; for queries H = K G, head h belongs to KV head h // G.
     """
     batch, num_heads, num_tokens, head_dim = x_BHTD.shape
     if num_heads % r_KDD.shape[0] or r_KDD.shape[1:] != (head_dim, head_dim):
         raise ValueError(f"rotations {[*r_KDD.shape]} do not fit rows {[*x_BHTD.shape]}")
-    out_BHTD = torch.empty((batch, num_heads, num_tokens, head_dim), dtype=torch.bfloat16, device=x_BHTD.device)
+    out_BHTD = torch.empty((batch, num_heads, num_tokens, head_dim), dtype=dtype, device=x_BHTD.device)
     if not out_BHTD.numel():
         return out_BHTD
     x_BHTD = _dense_rows(x_BHTD)
@@ -230,7 +233,7 @@ def rotate_rows(x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
     _rotate_kernel[(triton.cdiv(num_tokens, tile), num_heads, batch)](
         x_BHTD, r_KDD.contiguous(), out_BHTD, num_tokens, *x_BHTD.stride()[:3], *out_BHTD.stride()[:2],
         HEADS_PER_MATRIX=num_heads // r_KDD.shape[0], D=head_dim, TILE=tile,
-        WIDTH=triton.next_power_of_2(head_dim), STEP=_DOT_TILE, num_warps=4,
+        WIDTH=triton.next_power_of_2(head_dim), STEP=_DOT_TILE, ROUND=dtype == torch.bfloat16, num_warps=4,
     )  # fmt: skip
     return out_BHTD
 

@@ -142,9 +142,10 @@ class Workspace:
 
     def _stored_inputs(self) -> dict[str, str] | None:
         try:
-            return json.loads((self.root / "inputs.json").read_text("utf-8"))
+            inputs = json.loads((self.root / "inputs.json").read_text("utf-8"))
         except (OSError, ValueError):
             return None
+        return inputs if isinstance(inputs, dict) else None
 
 
 class StageStore(Instrument):

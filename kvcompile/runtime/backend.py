@@ -68,7 +68,7 @@ class TritonBackend(CodecBackend):
         """See `Backend.rotate`."""
         from kvcompile.kernels import triton_encode
 
-        return triton_encode.rotate_rows(x_BHTD, r_KDD)
+        return triton_encode.rotate_rows(x_BHTD, r_KDD, torch.float32)
 
     def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
         """See `Backend.write_pages`."""

@@ -66,6 +66,7 @@ class PackedLayer(CacheLayerMixin):
         rows = NewRows(self, key_states, value_states)
         return rows, rows
 
+    @torch.no_grad()
     def attend(self, q_BHTD: Tensor, rows: NewRows, real_BT: Tensor | None, scaling: float, module: nn.Module) -> Tensor:
         """Store the step's rows and attend with its queries; ``[B, T, H, D]`` in the query's dtype."""
         batch, _, length, _ = q_BHTD.shape

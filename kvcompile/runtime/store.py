@@ -207,7 +207,8 @@ class PackedStore:
         self.num_pages = [self.num_pages[row] for row in rows]
         self.num_tokens = [self.num_tokens[row] for row in rows]
         self.runs = [list(self.runs[row]) for row in rows]
-        self.windows = {name: window.index_select(1, index) for name, window in self.windows.items()}
+        with torch.inference_mode(False):
+            self.windows = {name: window.index_select(1, index) for name, window in self.windows.items()}
         self.grown = [0] * len(rows)
 
     def crop(self, columns: int) -> None:
@@ -242,7 +243,8 @@ class PackedStore:
         for name, slots in (("sink", g.sink), ("recent", g.ring)):
             for half in "kv":
                 shape = (layers, batch, g.num_key_value_heads, slots, g.head_dim)
-                self.windows[f"{name}_{half}"] = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+                with torch.inference_mode(False):  # so that later steps may run outside of it
+                    self.windows[f"{name}_{half}"] = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
         self.num_tokens, self.num_pages, self.grown = [0] * batch, [0] * batch, [0] * batch
         self.runs = [[0] for _ in range(batch)]
         self.tables = [[] for _ in range(batch)]
@@ -263,7 +265,8 @@ class PackedStore:
     def _grow(self, pages: int) -> None:
         have = self.pages_LPKX.shape[1]
         shape = (self.pages_LPKX.shape[0], have + pages, *self.pages_LPKX.shape[2:])
-        larger = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):
+            larger = torch.empty(shape, dtype=torch.uint8, device=self.device)
         larger[:, :have] = self.pages_LPKX
         self.pages_LPKX = larger
         self.free += reversed(range(have, have + pages))
