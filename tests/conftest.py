@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
 SHARED = Path(os.environ.get("KVCOMPILE_SHARED", Path(__file__).parents[2] / "shared"))
 EXAMPLE = Path(__file__).parents[1] / "examples" / "checkpoint"
 

@@ -421,7 +421,6 @@ UNREADABLE_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="kvcompile.models does not check this yet")
 @pytest.mark.parametrize(("damage", "word"), UNREADABLE_MODELS.values(), ids=UNREADABLE_MODELS.keys())
 def test_model_that_transformers_cannot_build(
     damage: Callable[[Path], object], word: str, single: Path, tmp_path: Path, capsys: Capsys
@@ -431,7 +430,6 @@ def test_model_that_transformers_cannot_build(
     check_says(refuse_convert(capsys, model, tmp_path / "out"), model, word)
 
 
-@pytest.mark.xfail(strict=True, reason="kvcompile.models takes null for a quantization")
 def test_config_without_quantization(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     edit_json(model / "config.json", quantization_config=None)
     succeed(capsys, "convert", model, "-o", tmp_path / "out", "--scheme", "naive-int2")

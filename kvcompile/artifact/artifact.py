@@ -39,7 +39,9 @@ class Artifact:
     def rotation(self, name: str | None) -> Tensor | None:
         """A rotation ``[K, D, D]`` float32 by its sidecar name; None for the identity."""
         if name is not None and name not in self.tensors:
-            raise ArtifactError(f"sidecar tensor {name} is missing from {self.directory / SIDECAR_NAME}; convert the model again")
+            raise ArtifactError(
+                f"sidecar tensor {name} is missing from {self.directory / SIDECAR_NAME}; convert the model again"
+            )
         return None if name is None else self.tensors[name]
 
     def check_projections(self) -> None:

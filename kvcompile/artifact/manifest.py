@@ -170,11 +170,11 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _validate(document: Any) -> Manifest:
-    """A manifest without the fields that only a newer minor version knows; a scheme, unlike a record, refuses those itself."""
+    """A manifest without the fields that only a newer minor version knows; a scheme does not drop those by itself."""
     try:
         return Manifest.model_validate(document)
     except ValidationError as error:
-        unknown = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
+        unknown: list[Any] = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
         if not unknown:
             raise
     for *parents, leaf in unknown:

@@ -92,7 +92,8 @@ def _read_file(path: Path, field: str) -> Iterator[str]:
                 raise TypeError
         except (ValueError, KeyError, TypeError) as error:
             raise CalibrationError(
-                f"{path}, line {number}: no JSON object with text in a field '{field}'; name the field with --calibration-field"
+                f"{path}, line {number}: no JSON object with text in a field '{field}'; "
+                "name the field with --calibration-field"
             ) from error
         yield document
 

@@ -135,7 +135,8 @@ class Checkpoint:
         if not path.exists():
             return None
         weight_map = _read_json(path, self.path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+        if not named or not weight_map:
             raise CheckpointError(f"{path} has no weight_map from tensors to files; download it again")
         return weight_map
 
@@ -176,7 +177,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise CheckpointError(f"tensor {name} in {path} has dtype {info['dtype']}, which kvcompile cannot read")
             shape = tuple(info["shape"])
             if not 0 <= begin <= end or end - begin != math.prod(shape) * DTYPES[info["dtype"]].itemsize:
-                raise CheckpointError(f"{path} is corrupt: its header contradicts itself on tensor {name}; download it again")
+                raise CheckpointError(
+                    f"{path} is corrupt: its header contradicts itself on tensor {name}; download it again"
+                )
             entries[name] = TensorEntry(path, info["dtype"], shape, 8 + length + begin, 8 + length + end)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -185,7 +188,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     promised = max((entry.end for entry in entries.values()), default=8 + length)
     if promised != size:
         kind = "truncated" if size < promised else "corrupt"
-        raise CheckpointError(f"{path} is {kind}: it has {size} bytes, but its header describes {promised}; download it again")
+        raise CheckpointError(
+            f"{path} is {kind}: it has {size} bytes, but its header describes {promised}; download it again"
+        )
     return entries
 
 

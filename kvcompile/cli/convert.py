@@ -56,7 +56,8 @@ def convert_command(
     try:
         instruments = [ConsoleInstrument(console), *([DumpIR(dump_ir)] if dump_ir else [])]
     except OSError as error:
-        raise OutputError(f"--dump-ir {dump_ir} is no folder that can be written ({error.strerror}); choose another") from error
+        reason = f"--dump-ir {dump_ir} is no folder that can be written ({error.strerror}); choose another"
+        raise OutputError(reason) from error
     result = convert(
         model,
         out,

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvcompile.errors import KvCompileError
-from kvcompile.passes.convert import torch_device
+from kvcompile.models import resolve_device
 from kvcompile.runtime import load
 from kvcompile.runtime.generate import generate
 
@@ -43,7 +43,7 @@ def generate_command(
         text = sys.stdin.read() if prompt is None else prompt
     except UnicodeDecodeError as error:
         raise KvCompileError(f"standard input is not UTF-8 text: {error}") from error
-    model, tokenizer = load(artifact, device=torch_device(device), backend=backend, source=source)
+    model, tokenizer = load(artifact, device=resolve_device(device), backend=backend, source=source)
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)

@@ -67,7 +67,7 @@ def quantize_rows(x: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor, Tensor]:
     scale = ((high - low) / levels).bfloat16().float()
     constant = torch.where(low == 0, torch.ones_like(low), low.abs()).bfloat16().float()
     scale = torch.where(scale < SMALLEST_SCALE, constant, scale)
-    zero = (-low / scale).bfloat16().float()
+    zero = (0 - low / scale).bfloat16().float()  # not -low: the sign of a stored zero is always plus
     codes = (groups / scale[..., None] + zero[..., None]).clamp_(0, levels).round_()
     return codes.to(torch.uint8).flatten(-2), scale.bfloat16(), zero.bfloat16()
 

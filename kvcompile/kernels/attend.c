@@ -1,16 +1,16 @@
-/* Decode attention on a CPU over one layer of a packed cache: the layout of kvcompile/codec/{page,layer}.py, float32 maths.
+/* Decode attention on a CPU over a layer of a packed cache, in float32: the layout of kvcompile/codec/{page,layer}.py.
 
    Compiled at run time by kernels/cpu.py, once per geometry, with -D of HEAD_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
    VALUE_GROUP and QUERIES (query heads per KV head). No intrinsics: GCC vector extensions, one token per lane.
 
    1. Codes are read as 32-bit words with tokens along the lanes: value codes are stored so, key codes are transposed.
-      A code is taken out by one mask and one int-to-float conversion and is not shifted: at bit p it reads as code * 2^p,
-      and 2^-p is folded into the query (keys), the weight and the result (values). No horizontal sums.
+      A code is taken out by one mask and one int-to-float conversion and is not shifted: at bit p it reads as
+      code * 2^p, and 2^-p is folded into the query (keys), the weight and the result (values). No horizontal sums.
    2. Four tokens share a word of value codes. So that all else lines up with them, token 4 l + b of a page is worked on
       at position 16 b + l: lane l of byte b.
    3. Scale s and zero z stay outside: logit = s (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per group.
-   4. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial results
-      are merged in order, so the result depends on the number of threads but not on who did what. */
+   4. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial
+      results are merged in order, so the result depends on the number of threads but not on who did what. */
 
 #ifndef __clang__
 #pragma GCC optimize("no-tree-reassoc") /* or GCC splits chains of multiply-adds into multiplications and additions */
@@ -101,7 +101,7 @@ INLINE void transpose_words(const int32_t *restrict from, const int width, int32
             UNROLL for (int j = 0; j < width; j++) to[j * PAGE + b * PAGE / 4 + l] = from[(4 * l + b) * width + j];
 }
 
-/* Logits of a page whose keys lie in scratch, for queries first .. first + count - 1; rows of `logit` are BLOCK long. */
+/* Logits of a page whose keys lie in scratch, for queries first .. first + count - 1; rows of `logit` BLOCK apart. */
 INLINE void score_page(const Scratch *s, int first, const int count, float *logit, const uint8_t *next_page) {
     for (int t = 0; t < PAGE; t += TILE * LANES) {
         Floats sum[QUERY_BLOCK][TILE] = {0};
@@ -275,9 +275,10 @@ static void merge(const Partial *part, int splits, float *out) {
 }
 
 /* Shapes as in LayerCache, q and out [B][K G][D], rows of `table` table_stride apart. Returns 1 without memory. */
-int attend(const float *q, const uint8_t *pages, const int32_t *table, const int32_t *num_pages, const int32_t *num_tokens,
-           const uint16_t *sink_k, const uint16_t *sink_v, const uint16_t *recent_k, const uint16_t *recent_v, float *out,
-           int B, int K, int64_t table_stride, int S, int W, float scaling, int threads) {
+int attend(const float *q, const uint8_t *pages, const int32_t *table, const int32_t *num_pages,
+           const int32_t *num_tokens, const uint16_t *sink_k, const uint16_t *sink_v, const uint16_t *recent_k,
+           const uint16_t *recent_v, float *out, int B, int K, int64_t table_stride, int S, int W, float scaling,
+           int threads) {
     int64_t blocks = 0, most_pages = 0;
     for (int row = 0; row < B; row++) {
         blocks += (int64_t)K * ((num_pages[row] + BLOCK_PAGES - 1) / BLOCK_PAGES);
@@ -293,7 +294,7 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
     {
         static _Thread_local Scratch scratch;
         Scratch *s = &scratch;
-        __asm__("" : "+r"(s)); /* a compiler that knows where s comes from looks the address up again inside the loops */
+        __asm__("" : "+r"(s)); /* a compiler that knows where s comes from looks its address up again inside loops */
 #pragma omp for schedule(dynamic) nowait
         for (int task = 0; task < B * K * splits; task++) {
             const int pair = task / splits, split = task % splits, row = pair / K, head = pair % K;

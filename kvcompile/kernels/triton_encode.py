@@ -111,7 +111,7 @@ def _encode_side(
         scale_T = scale_T.to(tl.float32, bitcast=True)
         constant_T = bf16_bits(tl.where(low_T == 0.0, 1.0, tl.abs(low_T))).to(tl.float32, bitcast=True)
         scale_T = tl.where(scale_T < _SMALLEST_SCALE, constant_T, scale_T)
-        zero_T = bf16_bits(tl.div_rn(-1.0 * low_T, scale_T))  # not 0 - low: the sign of a zero is stored too
+        zero_T = bf16_bits(0.0 - tl.div_rn(low_T, scale_T))  # not -low: the sign of a stored zero is always plus
         meta_T = zero_T | ((scale_T.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
         tl.store(meta_ptr.to(tl.pointer_type(tl.int32)) + group * _PAGE_TOKENS + token_T, meta_T)
         scale_TE = tl.where(member_1E, scale_T[:, None], scale_TE)

@@ -78,20 +78,23 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             f"{architecture} (model_type '{model_type}') in {checkpoint.path} is not supported: {reason}; "
             f"supported are {', '.join(sorted(FAMILIES))}"
         )
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "?")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
         raise UnsupportedArchitectureError(
             f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by this version; convert the unquantized checkpoint"
         )
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if not isinstance(config.get(key), int):
-            raise CheckpointError(f"{checkpoint.path / 'config.json'} has no integer '{key}'")
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            raise CheckpointError(f"{checkpoint.path / 'config.json'} needs a positive integer '{key}', not {config.get(key)!r}")
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"]):
+        raise CheckpointError(f"'layer_types' in {checkpoint.path / 'config.json'} does not list one kind per hidden layer")
     layers = tuple(_read_layer(checkpoint, family, i) for i in range(config["num_hidden_layers"]))
     if not any(layer.compiled for layer in layers):
         raise UnsupportedArchitectureError(
             f"{architecture} in {checkpoint.path} has no layer with full attention: {layers[0].reason}"
         )
-    return Inventory(model_type, architecture, layers, int(config.get("max_position_embeddings", 2048)))
+    return Inventory(model_type, architecture, layers, config["max_position_embeddings"])
 
 
 def _read_layer(checkpoint: Checkpoint, family: Family, index: int) -> AttentionLayer:

@@ -1,5 +1,7 @@
 """Loading a checkpoint as a transformers model, quietly and with errors that a user can act on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,29 +9,76 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvcompile.errors import CheckpointError
+from kvcompile.errors import CheckpointError, KvCompileError
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """A torch device that exists and can hold data; raises KvCompileError otherwise."""
+    try:
+        device = torch.device(name)
+        if device.type != "meta":
+            torch.empty(0, device=device)
+            return device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise KvCompileError(f"device '{name}' is not available on this machine; try --device cpu") from error
+    raise KvCompileError("device 'meta' holds no data; try --device cpu")
 
 
 def load_model(path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto") -> PreTrainedModel:
-    """The causal language model at `path` in eval mode on `device`; raises CheckpointError when it cannot be built."""
-    bar_enabled = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False
+    """The causal language model at `path` in eval mode on `device`.
+
+    Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint
+    or has another shape there: transformers would fill it with random numbers.
+    """
+    device = resolve_device(device)
+    with _quiet():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
+            raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise CheckpointError(f"tensor {min(info['missing_keys'])} of the model is missing from {path}; download it again")
+    if info["mismatched_keys"]:
+        name, stored, expected = min(info["mismatched_keys"], key=lambda entry: entry[0])
+        raise CheckpointError(
+            f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
-        return model.to(device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"transformers cannot load the model in {path}: {reason}") from error
-    finally:
-        if bar_enabled:
-            transformers.utils.logging.enable_progress_bar()
+    return model.to(device).eval()
 
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer at `path`; raises CheckpointError when there is none."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} has no tokenizer that transformers can load; copy the tokenizer files there") from error
+    except Exception as error:  # as above
+        raise CheckpointError(
+            f"{path} has no tokenizer that transformers can load ({_first_line(error)}); copy the tokenizer files there"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars and load reports: what matters of them becomes an error of ours."""
+    logging = transformers.utils.logging
+    bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError
 
 from kvcompile.artifact import Manifest, read_manifest
@@ -21,6 +20,7 @@ from kvcompile.errors import (
     SchemeError,
     VerificationError,
 )
+from kvcompile.models import resolve_device
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
@@ -83,7 +83,7 @@ def convert(
     steps = build_passes(scheme, given)
     _check_order(scheme, stop_after)
     ir = IR(checkpoint, scheme, weights)
-    context = Context(torch_device(device), workspace.staging)
+    context = Context(resolve_device(device), workspace.staging)
     if track is not None:
         context.track = track
     timing, peak = Timing(), PeakMemory()
@@ -149,16 +149,6 @@ def _check_order(scheme: Scheme, stop_after: str | None) -> None:
         )
     if stop_after is not None and stop_after not in names:
         raise SchemeError(f"cannot stop after '{stop_after}': scheme {scheme.name} runs only {', '.join(names)}")
-
-
-def torch_device(name: str) -> torch.device:
-    """A torch device that exists; raises OutputError otherwise."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise KvCompileError(f"device '{name}' is not available on this machine; try --device cpu") from error
-    return device
 
 
 def _resume_hint(error: BaseException, workspace: Workspace) -> None:

@@ -50,7 +50,9 @@ class Workspace:
         """Refuse an output that is the source or holds it: replacing it would destroy the source."""
         out, source = self.out.resolve(), source.resolve()
         if out == source or out in source.parents:
-            raise OutputError(f"output {self.out} holds the source {source}, which is never replaced; choose another path")
+            raise OutputError(
+                f"output {self.out} holds the source {source}, which is never replaced; choose another path"
+            )
 
     def open(self, inputs: Mapping[str, str], resume: bool) -> None:
         """Make the directory, or continue one whose inputs are the same. Raises OutputError when they have changed."""
@@ -161,7 +163,8 @@ class StageStore(Instrument):
 
 
 def _load_stage(path: Path, ir: IR) -> IR:
-    statistics, tensors = {}, {}
+    statistics: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as file:
         text, digest = file.metadata()["ir"], file.metadata()["sha256"]
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
