@@ -46,7 +46,9 @@ print(json.dumps({"load": t1 - t0, "forward": t2 - t1, "save": time.perf_counter
 
 
 def run(code: str, model: Path, out: Path) -> dict:
-    result = subprocess.run([sys.executable, "-c", code, str(model), str(out)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(model), str(out)], capture_output=True, text=True, check=True
+    )
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -82,7 +84,8 @@ def main() -> None:
         "| model | load + plain forward + save, s | convert, s | ratio | peak memory above imports, MiB | checkpoint, MiB |",
         "|---|---|---|---|---|---|",
         *(
-            f"| {r['model']} | {r['plain']:.2f} | {r['convert']:.2f} | {r['ratio']:.2f} | {r['peak_mib']:.0f} | {r['checkpoint_mib']:.1f} |"
+            f"| {r['model']} | {r['plain']:.2f} | {r['convert']:.2f} | {r['ratio']:.2f} "
+            f"| {r['peak_mib']:.0f} | {r['checkpoint_mib']:.1f} |"
             for r in records
         ),
     ]

@@ -123,7 +123,9 @@ def measure(models: dict, context: int, steps: int) -> dict:
                     times[name].append((time.perf_counter() - started) * 1e3)
     record: dict[str, Any] = {"context": context}
     for name, cache in caches.items():
-        nbytes = cache.nbytes() if name.startswith("packed") else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+        nbytes = (
+            cache.nbytes() if name.startswith("packed") else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+        )
         record[name] = {"ms": statistics.median(times[name]), "fastest": min(times[name]), "bytes": nbytes}
     return record
 

@@ -32,7 +32,9 @@ def reference_windows(shared: Path, tokenizer: object, count: int, length: int) 
 def calibration_file(shared: Path, folder: Path) -> Path:
     """The first 400,000 characters of the calibration books, as the reference measurement read them."""
     path = folder / "calibration.txt"
-    path.write_text((shared / "text" / "calibration_books.txt").read_text("utf-8")[:400_000].replace("<|doc|>", "\n"), "utf-8")
+    path.write_text(
+        (shared / "text" / "calibration_books.txt").read_text("utf-8")[:400_000].replace("<|doc|>", "\n"), "utf-8"
+    )
     return path
 
 
@@ -70,20 +72,31 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             text = None if options.bundled else calibration_file(options.shared, Path(folder))
             out = Path(folder) / "out"
-            kvcompile.convert(options.shared / "models" / name, out, options.scheme, overrides=options.overrides, calibration=text)
-            record: dict[str, object] = {"model": name, "scheme": options.scheme, "set": options.overrides, "bundled": options.bundled}
+            kvcompile.convert(
+                options.shared / "models" / name, out, options.scheme, overrides=options.overrides, calibration=text
+            )
+            record: dict[str, object] = {
+                "model": name,
+                "scheme": options.scheme,
+                "set": options.overrides,
+                "bundled": options.bundled,
+            }
             started = time.perf_counter()
             if not options.no_kl:
                 record |= vars(measure(out, options.shared))
                 reference = json.loads((options.shared / "models" / "reference_quality.json").read_text())
                 record["reference_kl"] = reference["models"].get(name, {}).get("2k", {}).get("oscar2", {}).get("kl")
             for label in filter(None, options.retrieval.split(",")):
-                record[f"retrieval_{label}"] = measure_retrieval(out, options.shared, int(label.rstrip("k")) * 1024, options.trials)
+                record[f"retrieval_{label}"] = measure_retrieval(
+                    out, options.shared, int(label.rstrip("k")) * 1024, options.trials
+                )
             record["seconds"] = round(time.perf_counter() - started, 1)
             print(json.dumps(record), flush=True)
             if options.out:
                 with options.out.open("a") as file:
-                    file.write(json.dumps({**record, "torch": torch.__version__, "threads": torch.get_num_threads()}) + "\n")
+                    file.write(
+                        json.dumps({**record, "torch": torch.__version__, "threads": torch.get_num_threads()}) + "\n"
+                    )
 
 
 if __name__ == "__main__":

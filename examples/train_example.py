@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset
@@ -143,15 +143,11 @@ def prepare(args: argparse.Namespace) -> None:
     tokens = tokenize_documents(tokenizer, documents)
     heldout = tokenize_documents(tokenizer, heldout_documents)
     heldout_bytes = sum(len(document.encode()) for document in heldout_documents)
-    np.savez_compressed(
-        args.work / "tokens.npz", train=tokens, heldout=heldout, heldout_bytes=np.array(heldout_bytes)
-    )
+    np.savez_compressed(args.work / "tokens.npz", train=tokens, heldout=heldout, heldout_bytes=np.array(heldout_bytes))
     work = Work.load(args.work)
     check_assembly(tokenizer, DocumentBuilder(work.tokenizer, work.train, work.words["train"]))
     size = sum(file.stat().st_size for file in args.work.iterdir())
-    print(
-        f"{len(tokens)} training and {len(heldout)} held-out tokens, {len(words)} words, {size / 1e6:.1f} MB"
-    )
+    print(f"{len(tokens)} training and {len(heldout)} held-out tokens, {len(words)} words, {size / 1e6:.1f} MB")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -477,9 +473,7 @@ class Trainer:
             self.optimizer.zero_grad()
             print(f"warm-up {rows} x {length}: {time.monotonic() - begin:.1f} s", flush=True)
 
-    def step(
-        self, ids_BL: torch.Tensor, weights_BL: torch.Tensor, fraction: float
-    ) -> tuple[torch.Tensor, ...]:
+    def step(self, ids_BL: torch.Tensor, weights_BL: torch.Tensor, fraction: float) -> tuple[torch.Tensor, ...]:
         """One optimizer step at the learning rate of this fraction of the run: warm-up, then cosine."""
         cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fraction))
         for group in self.optimizer.param_groups:
@@ -492,9 +486,7 @@ class Trainer:
         return loss.detach(), losses
 
 
-def optimize(
-    args: argparse.Namespace, work: Work, device: torch.device, end: float
-) -> tuple[Trainer, dict[str, Any]]:
+def optimize(args: argparse.Namespace, work: Work, device: torch.device, end: float) -> tuple[Trainer, dict[str, Any]]:
     """Trains until the clock reads `end`."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -503,9 +495,7 @@ def optimize(
     clock = Clock(time.monotonic(), end)
     builder = DocumentBuilder(work.tokenizer, work.train, work.words["train"])
     rows = Rows(builder, clock, args.batch_tokens, args.seed)
-    loader = DataLoader(
-        rows, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None
-    )
+    loader = DataLoader(rows, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
     steps, seen, logged = 0, 0, clock.start
     for ids_BL, weights_BL in loader:
         fraction = clock.fraction()
@@ -569,9 +559,7 @@ def retrieval_accuracy(
             prompts.append(join([*builder.context(rng, keys, numbers, room), *builder.ask(keys[asked])])[0])
             answers.append([*builder.space, *numbers[asked]])
         longest = max(len(prompt) for prompt in prompts)
-        ids_BL = np.stack(
-            [np.pad(prompt, (longest - len(prompt), 0), constant_values=PAD) for prompt in prompts]
-        )
+        ids_BL = np.stack([np.pad(prompt, (longest - len(prompt), 0), constant_values=PAD) for prompt in prompts])
         prompt_BL = torch.from_numpy(ids_BL).to(model.device)
         out = model.generate(
             prompt_BL,
@@ -610,9 +598,7 @@ def save_checkpoint(trainer: Trainer, work_folder: Path, out: Path) -> None:
     model.load_state_dict({name: value.float().cpu() for name, value in trainer.model.state_dict().items()})
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
-    model.generation_config = GenerationConfig(
-        bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False
-    )
+    model.generation_config = GenerationConfig(bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False)
     model.save_pretrained(out)
     save_tokenizer(Tokenizer.from_file(str(work_folder / "tokenizer.json")), out)
 
@@ -677,9 +663,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Parses the command line and runs one stage."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = parser.add_subparsers(required=True)
     stage = stages.add_parser("prepare", help="train the tokenizer and tokenize the texts")
     stage.add_argument("--text", type=Path, required=True, help="training text, plain or .xz")
@@ -693,13 +677,9 @@ def main() -> None:
     stage.add_argument("--seconds", type=float, default=330, help="training time, compilation included")
     stage.add_argument("--batch-tokens", type=int, default=73728, help="tokens of a batch")
     stage.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate")
-    stage.add_argument(
-        "--workers", type=int, default=min(10, (os.cpu_count() or 1) - 1), help="data processes"
-    )
+    stage.add_argument("--workers", type=int, default=min(10, (os.cpu_count() or 1) - 1), help="data processes")
     stage.add_argument("--log-seconds", type=float, default=10, help="seconds between log lines")
-    stage.add_argument(
-        "--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4000], help="measured prompts"
-    )
+    stage.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4000], help="measured prompts")
     stage.add_argument("--seed", type=int, default=0)
     stage.add_argument("--eager", action="store_true", help="do not use torch.compile")
     stage.set_defaults(run=train)

@@ -58,7 +58,9 @@ def family_config(family: str, **changes: object):
     return AutoConfig.for_model(family, **{**sizes, **changes})
 
 
-def save_model(config: object, path: Path, dtype: torch.dtype = torch.float32, shards: str = "10GB", seed: int = 0) -> Path:
+def save_model(
+    config: object, path: Path, dtype: torch.dtype = torch.float32, shards: str = "10GB", seed: int = 0
+) -> Path:
     """A model with random weights (biases and norms included), saved as a checkpoint with the example's tokenizer."""
     from transformers import AutoModelForCausalLM
 

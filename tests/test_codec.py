@@ -118,7 +118,9 @@ def test_pages_decoded_by_hand(dim, bits, group):
     scale, zero = ((part.astype(np.uint32) << 16).view("<f4") for part in (meta & 0xFFFF, meta >> 16))
     for token in range(0, 64, 9):
         for channel in range(dim):
-            k_code = page[token * dim // n_k + channel % (dim // n_k)] >> bits * (channel // (dim // n_k)) & (2**bits - 1)
+            k_code = page[token * dim // n_k + channel % (dim // n_k)] >> bits * (channel // (dim // n_k)) & (
+                2**bits - 1
+            )
             v_code = page[k_end + channel % (dim // n_v) * 64 + token] >> 2 * (channel // (dim // n_v)) & 3
             g = channel // group
             assert (k_code - zero[0, g, token]) * scale[0, g, token] == float(ours[0][token, channel])

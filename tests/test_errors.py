@@ -322,10 +322,9 @@ def test_unsupported_architecture(
 
     edit_json(model / "config.json", model_type=model_type, architectures=[architecture])
     monkeypatch.setattr(reader.Checkpoint, "load", lambda *_: pytest.fail("a weight was read"))
-    if command == "convert":
-        error = refuse_convert(capsys, model, tmp_path / "out")
-    else:
-        error = refuse(capsys, "inspect", model)
+    error = (
+        refuse_convert(capsys, model, tmp_path / "out") if command == "convert" else refuse(capsys, "inspect", model)
+    )
     check_says(error, architecture, f"'{model_type}'", reason, "supported are llama, mistral, qwen2, qwen3")
 
 

@@ -62,7 +62,9 @@ def rows(cache, layer: int, row: int):
     return cache.stores[0].layer(layer).dense_row(row)
 
 
-@pytest.mark.parametrize("chunks", [[500, *[1] * 140], [1] * 3 + [637], [100, 300, 1, 1, 238], [64, 256, 320], [320, *[1] * 320]])
+@pytest.mark.parametrize(
+    "chunks", [[500, *[1] * 140], [1] * 3 + [637], [100, 300, 1, 1, 238], [64, 256, 320], [320, *[1] * 320]]
+)
 def test_the_first_layer_stores_the_same_bytes_however_tokens_arrive(model, chunks):
     """Keys and values of layer 0 do not depend on attention, so prefill and decoding must store identical pages."""
     ids = random_ids(1, LENGTH)
@@ -211,7 +213,12 @@ def test_beam_search_inside_the_windows_equals_the_dense_cache(model):
 def test_beam_search_with_pages_shares_them(small):
     model = kvcompile.load(small, device=DEVICE)[0]
     out = model.generate(
-        random_ids(1, 230), max_new_tokens=70, num_beams=4, do_sample=False, min_new_tokens=70, return_dict_in_generate=True
+        random_ids(1, 230),
+        max_new_tokens=70,
+        num_beams=4,
+        do_sample=False,
+        min_new_tokens=70,
+        return_dict_in_generate=True,
     )
     store = out.past_key_values.stores[0]
     assert len(store.tables) == 4

@@ -148,7 +148,13 @@ def test_builtin_schemes_are_valid_and_named_as_their_files(name):
 def test_any_field_can_be_set():
     scheme = load_scheme(
         "oscar-int2",
-        ["key.rotation.scope=layer", "value.clip.ratio=0.9", "window.recent=128", "key.quantizer.bits=4", "value.clip.kind=none"],
+        [
+            "key.rotation.scope=layer",
+            "value.clip.ratio=0.9",
+            "window.recent=128",
+            "key.quantizer.bits=4",
+            "value.clip.kind=none",
+        ],
     )
     assert scheme.key.rotation.scope == "layer"
     assert scheme.value.clip.kind == "none"

@@ -30,7 +30,9 @@ class Artifact:
         if not path.is_file():
             raise ArtifactError(f"{path} is missing; convert the model again")
         if file_digest(path) != self.manifest.sidecar.sha256:
-            raise ArtifactError(f"{path} does not match its manifest (sha256 differs): it was altered or damaged; convert the model again")
+            raise ArtifactError(
+                f"{path} does not match its manifest (sha256 differs): it was altered or damaged; convert the model again"
+            )
         try:
             return load_file(path)
         except SafetensorError as error:
@@ -68,7 +70,9 @@ def open_artifact(directory: str | Path, source: str | Path | None = None) -> Ar
         try:
             Checkpoint(weights_path)
         except CheckpointError as error:
-            raise ArtifactError(f"{directory} is an overlay over {weights_path}, which cannot be used: {error}") from error
+            raise ArtifactError(
+                f"{directory} is an overlay over {weights_path}, which cannot be used: {error}"
+            ) from error
     return Artifact(directory, manifest, weights_path)
 
 

@@ -62,10 +62,15 @@ class Encoding(Record):
     packing: str = "n = 8/bits codes per byte; byte j = sum_i code[j + i*D/n] << (bits*i)"
     metadata: str = "int32 little endian: bf16 zero_point << 16 | bf16 scale"
     dequantize: str = "x = (code - zero_point) * scale"
-    rounding: str = "scale = bf16((hi - lo) / (2^bits - 1)); zero_point = bf16(-lo / scale); code = clip(rint(x / scale + zero_point))"
+    rounding: str = (
+        "scale = bf16((hi - lo) / (2^bits - 1)); zero_point = bf16(0 - lo / scale); "
+        "code = rint(clip(x / scale + zero_point, 0, 2^bits - 1)), ties to even"
+    )
     clip: str = "tau = sort(|row|)[min(int(ratio * D), D - 1)] over the whole rotated head; x = clip(x, -tau, tau)"
     constant_group: str = "a group whose scale is below 1e-30 has scale |lo| (1 if 0), zero_point -lo / scale, codes 0"
-    window: str = "the first `sink` and at least the last `recent` tokens stay bf16, rotated; history leaves in whole pages"
+    window: str = (
+        "the first `sink` and at least the last `recent` tokens stay bf16, rotated; history leaves in whole pages"
+    )
     rotation: str = "row vectors: x_rotated = x @ R, R [num_key_value_heads, D, D] float32, then rounded to bf16"
 
 
@@ -188,3 +193,7 @@ def _validate(document: Any) -> Manifest:
 def manifest_schema() -> dict[str, object]:
     """The JSON Schema of the manifest, as published in the package."""
     return {"$id": f"https://kvcompile.dev/schema/manifest-{SCHEMA_MAJOR}.json", **Manifest.model_json_schema()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(manifest_schema(), indent=1))

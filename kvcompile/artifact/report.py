@@ -12,7 +12,11 @@ def model_card(manifest: Manifest) -> str:
     """The README.md of an artifact."""
     bits = ", ".join(f"{value:.2f} at {label}" for label, value in manifest.bits_per_element.items())
     overlay = manifest.weights.mode == "overlay"
-    weights = "an overlay: the weights stay in the source checkpoint" if overlay else "folded: also a plain Hugging Face checkpoint with unchanged outputs"
+    weights = (
+        "an overlay: the weights stay in the source checkpoint"
+        if overlay
+        else "folded: also a plain Hugging Face checkpoint with unchanged outputs"
+    )
     head = f"""---
 library_name: kvcompile
 base_model: {manifest.source.name}
@@ -50,7 +54,9 @@ def report_html(manifest: Manifest) -> str:
 
 def layer_table(layers: list[LayerRecord]) -> Table:
     """One row per layer: heads, spectrum concentration, residual before and after, clip."""
-    table = Table("layer", "cache", "heads q/kv", "head_dim", "top-8 spectrum K / V", "residual K", "residual V", "clip K / V")
+    table = Table(
+        "layer", "cache", "heads q/kv", "head_dim", "top-8 spectrum K / V", "residual K", "residual V", "clip K / V"
+    )
     for layer in layers:
         m = layer.metrics
         heads = f"{layer.num_heads}/{layer.num_key_value_heads}"
@@ -76,4 +82,4 @@ def _percent(share: float | None) -> str:
 
 def _change(metrics: dict[str, float], half: str) -> str:
     before, after = metrics.get(f"{half}_residual_before"), metrics.get(f"{half}_residual_after")
-    return "-" if before is None or after is None else f"{before:.4f} -> {after:.4f}"
+    return "-" if before is None or after is None else f"{before:.1e} -> {after:.1e}"

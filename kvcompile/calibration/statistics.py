@@ -122,8 +122,8 @@ class Recorder:
             "key": lambda: _rows_per_kv_head(k_BKTD, num_kv),
             "value": lambda: _rows_per_kv_head(v_BKTD, num_kv),
         }
-        for target, moments in layer.moments.items():
-            moments.add(rows[target]())
+        for target, accumulated in layer.moments.items():
+            accumulated.add(rows[target]())
         wanted = self.sequences - sum(len(part.q_SKXD) for part in layer.parts)
         if wanted > 0:
             layer.parts.append(self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling))

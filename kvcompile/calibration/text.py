@@ -47,7 +47,11 @@ def read_corpus(path: str | Path | None, field: str = "text", seed: int = 0) -> 
         root = Path(path)
         if not root.exists():
             raise CalibrationError(f"calibration text {root} does not exist")
-        sources = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith(".")) if root.is_dir() else [root]
+        sources = (
+            sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
+            if root.is_dir()
+            else [root]
+        )
         name, documents = root.name, [document for source in sources for document in _read_file(source, field)]
     documents = [document for document in documents if document.strip()]
     if not documents:
@@ -66,7 +70,9 @@ def tokenize_corpus(corpus: Corpus, tokenizer: Any, tokens: int, sequence_length
         if len(ids) >= tokens:
             break
         # A token is rarely longer than 16 characters: a very long document need not be tokenized to its end.
-        ids += tokenizer(document[: 16 * (tokens - len(ids))] + "\n", add_special_tokens=False, verbose=False)["input_ids"]
+        ids += tokenizer(document[: 16 * (tokens - len(ids))] + "\n", add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
     if len(ids) < tokens:
         raise CalibrationError(
             f"calibration text '{corpus.name}' is too short: {len(ids)} tokens, but {tokens} are asked for; "

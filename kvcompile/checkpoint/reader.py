@@ -90,7 +90,11 @@ class Checkpoint:
     def non_finite(self, prefix: str = "") -> Iterator[str]:
         """Names of the floating-point tensors under `prefix` that hold NaN or infinity; reads each of them."""
         for name, entry in self.entries.items():
-            if name.startswith(prefix) and DTYPES[entry.dtype].is_floating_point and not self.load(name).float().isfinite().all():
+            if (
+                name.startswith(prefix)
+                and DTYPES[entry.dtype].is_floating_point
+                and not self.load(name).float().isfinite().all()
+            ):
                 yield name
 
     @cached_property
@@ -151,13 +155,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
         for name in names:
             if not (self.path / name).is_file():
-                raise CheckpointError(f"shard {name} is named by {INDEX_NAME} but missing from {self.path}; download it again")
+                raise CheckpointError(
+                    f"shard {name} is named by {INDEX_NAME} but missing from {self.path}; download it again"
+                )
         return tuple(self.path / name for name in names)
 
     def _check_index(self) -> None:
         for name, shard in (self._index or {}).items():
             if name not in self.entries or self.entries[name].file.name != shard:
-                raise CheckpointError(f"{self.path / INDEX_NAME} says that tensor {name} is in {shard}, but it is not there")
+                raise CheckpointError(
+                    f"{self.path / INDEX_NAME} says that tensor {name} is in {shard}, but it is not there"
+                )
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -208,7 +216,9 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         raise
     except Exception as error:  # the hub client raises many kinds; to the user they are one
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"'{model}' is no local directory and cannot be fetched from the Hugging Face Hub: {reason}") from error
+        raise CheckpointError(
+            f"'{model}' is no local directory and cannot be fetched from the Hugging Face Hub: {reason}"
+        ) from error
 
 
 def _read_json(path: Path, root: Path) -> dict[str, Any]:

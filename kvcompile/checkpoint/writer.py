@@ -18,7 +18,9 @@ Edit = Callable[[Tensor], Tensor]
 """Source tensor in its stored dtype to edited tensor of the same shape, in any float dtype."""
 
 
-def write_patched(source: Checkpoint, destination: Path, edits: Mapping[str, Edit], shards: Iterable[Path]) -> dict[str, str]:
+def write_patched(
+    source: Checkpoint, destination: Path, edits: Mapping[str, Edit], shards: Iterable[Path]
+) -> dict[str, str]:
     """Copy `shards` of `source` into `destination`, replacing the tensors in `edits`; their sha256 by tensor name."""
     digests = {}
     for shard in shards:

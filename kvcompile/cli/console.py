@@ -72,6 +72,6 @@ def _layer_line(metrics: Mapping[str, float]) -> str:
         if (spectrum := metrics.get(f"{half}_spectrum_top8")) is not None:
             part += f" top8 {spectrum:5.1%}"
         if (before := metrics.get(f"{half}_residual_before")) is not None:
-            part += f" residual {before:.4f} -> {metrics[f'{half}_residual_after']:.4f}"
+            part += f" residual {before:.1e} -> {metrics[f'{half}_residual_after']:.1e}"
         halves.append(part)
     return "  |  ".join(halves)

@@ -15,8 +15,12 @@ from kvcompile.passes.dump import DumpIR
 @click.argument("model")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="Directory to create.")
 @click.option("-s", "--scheme", default="oscar-int2", show_default=True, help="Built-in scheme or TOML file.")
-@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override one field of the scheme; repeatable.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Text file, JSONL file or folder  [default: bundled text].")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override one field of the scheme; repeatable."
+)
+@click.option(
+    "--calibration", type=click.Path(path_type=Path), help="Text file, JSONL file or folder  [default: bundled text]."
+)
 @click.option("--calibration-field", default="text", show_default=True, help="Field that holds the text in JSONL.")
 @click.option("--calibration-tokens", type=click.IntRange(1), help="Tokens to calibrate on  [default: the scheme's].")
 @click.option("--seed", default=0, show_default=True, help="Order in which calibration documents are drawn.")

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -44,6 +45,8 @@ def generate_command(
     except UnicodeDecodeError as error:
         raise KvCompileError(f"standard input is not UTF-8 text: {error}") from error
     model, tokenizer = load(artifact, device=resolve_device(device), backend=backend, source=source)
+    compiled: Any = model
+    backend_name = compiled.kvcompile.backend.name
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)
@@ -62,6 +65,6 @@ def generate_command(
     click.echo()
     click.echo(
         f"[{result.prompt_tokens} + {result.new_tokens} tokens, cache {result.cache_bytes / 2**20:.2f} MiB, "
-        f"backend {model.kvcompile.backend.name}]",
+        f"backend {backend_name}]",
         err=True,
     )

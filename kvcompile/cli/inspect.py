@@ -13,7 +13,9 @@ from kvcompile.evaluate.inspection import Inspection
 
 @click.command("inspect")
 @click.argument("path")
-@click.option("-s", "--scheme", default="oscar-int2", show_default=True, help="Scheme to cost an unconverted model with.")
+@click.option(
+    "-s", "--scheme", default="oscar-int2", show_default=True, help="Scheme to cost an unconverted model with."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(path: str, scheme: str, as_json: bool) -> None:
     """Show which layers of a model or artifact have a KV cache, and what it costs in BF16 and packed.

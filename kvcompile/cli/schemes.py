@@ -43,4 +43,6 @@ def show_command(scheme: str) -> None:
 def validate_command(file: str, overrides: tuple[str, ...]) -> None:
     """Check a scheme file and say what it costs."""
     scheme = load_scheme(file, overrides)
-    click.echo(f"{file}: valid scheme '{scheme.name}', {bits_per_element(scheme, 128, 131072):.2f} bits at 128k (head_dim 128)")
+    click.echo(
+        f"{file}: valid scheme '{scheme.name}', {bits_per_element(scheme, 128, 131072):.2f} bits at 128k (head_dim 128)"
+    )

@@ -37,8 +37,16 @@ class LayerCache:
         k_NKTD, v_NKTD = decode_pages(self.pages_PKX[ids], self.fmt)
         first = PAGE_TOKENS * num_pages
         slots = torch.arange(first, max(num_tokens - num_sink, first), device=ids.device) % self.recent_k_BKWD.shape[2]
-        k = [self.sink_k_BKSD[row, :, :num_sink], k_NKTD.transpose(0, 1).flatten(1, 2), self.recent_k_BKWD[row][:, slots]]
-        v = [self.sink_v_BKSD[row, :, :num_sink], v_NKTD.transpose(0, 1).flatten(1, 2), self.recent_v_BKWD[row][:, slots]]
+        k = [
+            self.sink_k_BKSD[row, :, :num_sink],
+            k_NKTD.transpose(0, 1).flatten(1, 2),
+            self.recent_k_BKWD[row][:, slots],
+        ]
+        v = [
+            self.sink_v_BKSD[row, :, :num_sink],
+            v_NKTD.transpose(0, 1).flatten(1, 2),
+            self.recent_v_BKWD[row][:, slots],
+        ]
         return torch.cat([x.float() for x in k], dim=1), torch.cat([x.float() for x in v], dim=1)
 
 

@@ -67,7 +67,15 @@ def inspect(path: str | Path, scheme: str | Scheme = "oscar-int2") -> Inspection
         label: sum(bits_per_element(scheme, x.head_dim, tokens) for x in packed) / max(len(packed), 1)
         for label, tokens in CONTEXTS.items()
     }
-    return Inspection(checkpoint.path, inventory.architecture, inventory.model_type, scheme.name, converted, layers, bits if packed else {})
+    return Inspection(
+        checkpoint.path,
+        inventory.architecture,
+        inventory.model_type,
+        scheme.name,
+        converted,
+        layers,
+        bits if packed else {},
+    )
 
 
 def _inspect_layer(layer: AttentionLayer, scheme: Scheme) -> LayerInspection:

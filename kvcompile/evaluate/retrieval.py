@@ -51,7 +51,8 @@ def retrieves(model: PreTrainedModel, tokenizer: Any, cache: Cache, trial: Trial
     """Whether the model, generating greedily with `cache`, continues the prompt with the planted number."""
     ids = tokenizer(trial.prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
     with torch.inference_mode():
-        output: Tensor = model.generate(
+        generate: Any = model.generate
+        output: Tensor = generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=DIGITS + 3, do_sample=False
         )
     answer = tokenizer.decode(output[0, ids.shape[1] :])

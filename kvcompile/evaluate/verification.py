@@ -63,7 +63,9 @@ def _check_files(artifact: Artifact) -> str:
         if not path.is_file():
             raise VerificationError(f"weight file {path} is missing")
         if file_digest(path) != digest:
-            raise VerificationError(f"weight file {path} does not match its hash in the manifest: it was altered or damaged")
+            raise VerificationError(
+                f"weight file {path} does not match its hash in the manifest: it was altered or damaged"
+            )
     return f"{len(artifact.manifest.weights.files)} weight files match their hashes"
 
 
@@ -73,7 +75,9 @@ def _check_sidecar(artifact: Artifact) -> str:
         if name not in tensors:
             raise VerificationError(f"sidecar tensor {name} is missing")
         if list(tensors[name].shape) != shape:
-            raise VerificationError(f"sidecar tensor {name} has shape {list(tensors[name].shape)}, the manifest says {shape}")
+            raise VerificationError(
+                f"sidecar tensor {name} has shape {list(tensors[name].shape)}, the manifest says {shape}"
+            )
         if not tensors[name].isfinite().all():
             raise VerificationError(f"sidecar tensor {name} holds NaN or infinity")
     for layer in manifest.compiled:
@@ -83,13 +87,19 @@ def _check_sidecar(artifact: Artifact) -> str:
             where = f"layer {layer.index}: sidecar tensor {row.rotation}"
             if row.rotation is not None:
                 if manifest.sidecar.shapes.get(row.rotation) != square:
-                    raise VerificationError(f"{where} has shape {manifest.sidecar.shapes.get(row.rotation)}, expected {square}")
+                    raise VerificationError(
+                        f"{where} has shape {manifest.sidecar.shapes.get(row.rotation)}, expected {square}"
+                    )
                 error = orthogonality_error(tensors[row.rotation])
                 if not error <= ORTHOGONALITY_TOLERANCE:
-                    raise VerificationError(f"{where} is not orthogonal (error {error:.1e}, allowed {ORTHOGONALITY_TOLERANCE:.0e})")
+                    raise VerificationError(
+                        f"{where} is not orthogonal (error {error:.1e}, allowed {ORTHOGONALITY_TOLERANCE:.0e})"
+                    )
             stored = float(tensors[f"layers.{layer.index}.{half}.clip_ratio"])
             if stored != row.clip_ratio:
-                raise VerificationError(f"layer {layer.index}: {half} clip ratio is {row.clip_ratio} in the manifest but {stored} in the sidecar")
+                raise VerificationError(
+                    f"layer {layer.index}: {half} clip ratio is {row.clip_ratio} in the manifest but {stored} in the sidecar"
+                )
     return f"{len(tensors)} sidecar tensors have the right shapes, and rotations are orthogonal"
 
 
@@ -97,11 +107,19 @@ def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Arti
     edited = set(artifact.manifest.weights.projections)
     if set(original.entries) != set(converted.entries):
         name = min(set(original.entries) ^ set(converted.entries))
-        raise VerificationError(f"tensor {name} is in only one of {original.path} and {converted.path}; is this the right source?")
+        raise VerificationError(
+            f"tensor {name} is in only one of {original.path} and {converted.path}; is this the right source?"
+        )
     for name in sorted(original.entries):
         ours, theirs = converted.load(name), original.load(name)
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (name not in edited and not _same_bits(ours, theirs)):
-            raise VerificationError(f"tensor {name} differs from {original.path}, although it should be unchanged; is this the right source?")
+        if (
+            ours.shape != theirs.shape
+            or ours.dtype != theirs.dtype
+            or (name not in edited and not _same_bits(ours, theirs))
+        ):
+            raise VerificationError(
+                f"tensor {name} differs from {original.path}, although it should be unchanged; is this the right source?"
+            )
     return f"{len(original.entries) - len(edited)} other tensors equal the source bit for bit"
 
 
@@ -131,9 +149,13 @@ def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifac
     agreement = compare_logits(reference, logits_of(load_model(converted.path, "sdpa"), ids))
     exact = {converted.load(name).dtype for name in artifact.manifest.weights.projections} <= {torch.float32}
     if exact and not agreement.relative_error <= LOGITS_TOLERANCE:
-        raise VerificationError(f"logits differ from {original.path} by {agreement.relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}")
+        raise VerificationError(
+            f"logits differ from {original.path} by {agreement.relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}"
+        )
     if not exact and not agreement.kl <= KL_TOLERANCE:
-        raise VerificationError(f"logits differ from {original.path} by a KL of {agreement.kl:.1e} nats per token, allowed {KL_TOLERANCE:.0e}")
+        raise VerificationError(
+            f"logits differ from {original.path} by a KL of {agreement.kl:.1e} nats per token, allowed {KL_TOLERANCE:.0e}"
+        )
     return agreement
 
 

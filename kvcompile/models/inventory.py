@@ -81,14 +81,19 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
         raise UnsupportedArchitectureError(
-            f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by this version; convert the unquantized checkpoint"
+            f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by "
+            "this version; convert the unquantized checkpoint"
         )
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
         if not isinstance(config.get(key), int) or config[key] < 1:
-            raise CheckpointError(f"{checkpoint.path / 'config.json'} needs a positive integer '{key}', not {config.get(key)!r}")
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'} needs a positive integer '{key}', not {config.get(key)!r}"
+            )
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"]):
-        raise CheckpointError(f"'layer_types' in {checkpoint.path / 'config.json'} does not list one kind per hidden layer")
+        raise CheckpointError(
+            f"'layer_types' in {checkpoint.path / 'config.json'} does not list one kind per hidden layer"
+        )
     layers = tuple(_read_layer(checkpoint, family, i) for i in range(config["num_hidden_layers"]))
     if not any(layer.compiled for layer in layers):
         raise UnsupportedArchitectureError(
@@ -126,7 +131,8 @@ def _read_layer(checkpoint: Checkpoint, family: Family, index: int) -> Attention
     for name, shape in expected.items():
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
-                f"tensor {name} in {checkpoint.path} has shape {list(checkpoint.shape(name))}, but config.json implies {list(shape)}"
+                f"tensor {name} in {checkpoint.path} has shape {list(checkpoint.shape(name))}, "
+                f"but config.json implies {list(shape)}"
             )
     if layer.kind != "full_attention":
         return replace(layer, reason=f"{layer.kind.replace('_', ' ')}: its cache is bounded by the window already")

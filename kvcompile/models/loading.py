@@ -33,7 +33,7 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
     device = resolve_device(device)
     with _quiet():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -44,8 +44,11 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
             )
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
             raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
+    model, info = loaded
     if info["missing_keys"]:
-        raise CheckpointError(f"tensor {min(info['missing_keys'])} of the model is missing from {path}; download it again")
+        raise CheckpointError(
+            f"tensor {min(info['missing_keys'])} of the model is missing from {path}; download it again"
+        )
     if info["mismatched_keys"]:
         name, stored, expected = min(info["mismatched_keys"], key=lambda entry: entry[0])
         raise CheckpointError(

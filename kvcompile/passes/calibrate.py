@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,9 +51,12 @@ class CalibratePass:
         started = time.perf_counter()
         model = load_model(ir.checkpoint.path, OBSERVER, context.device)
         context.costs["load"] = time.perf_counter() - started
-        vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = embeddings.weight.shape[0]
         if int(max(s.max() for s in sequences)) >= vocabulary:
-            raise CheckpointError(f"the tokenizer in {ir.checkpoint.path} has ids beyond the model's {vocabulary} embeddings")
+            raise CheckpointError(
+                f"the tokenizer in {ir.checkpoint.path} has ids beyond the model's {vocabulary} embeddings"
+            )
         context.models["source"] = model
         layers = {layer.index: layer.num_key_value_heads for layer in ir.layers().compiled}
         head = min(ir.scheme.window.sink, self.sample_length // 8)
@@ -93,7 +96,9 @@ def _refuse_non_finite(ir: IR, statistics: dict[str, Tensor]) -> None:
         if bad:
             culprit = next(ir.checkpoint.non_finite(layer.prefix + "."), None) or next(ir.checkpoint.non_finite(), None)
             if culprit:
-                raise CheckpointError(f"tensor {culprit} in {ir.checkpoint.path} holds NaN or infinity; repair the checkpoint")
+                raise CheckpointError(
+                    f"tensor {culprit} in {ir.checkpoint.path} holds NaN or infinity; repair the checkpoint"
+                )
             raise CalibrationError(
                 f"layer {layer.index} ({layer.prefix}): attention activations are NaN or infinite on the calibration text; "
                 "the model overflows in its dtype"

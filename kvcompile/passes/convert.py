@@ -14,7 +14,6 @@ from kvcompile.checkpoint import open_checkpoint
 from kvcompile.errors import (
     ArtifactError,
     CheckpointError,
-    KvCompileError,
     OutputError,
     PassError,
     SchemeError,

@@ -57,7 +57,8 @@ class EmitPass:
         save_file({name: ir.tensors[name] for name in sorted(ir.tensors)}, out / SIDECAR_NAME)
         (out / SIDECAR_NAME).chmod(0o644)
         mean_bits = {
-            label: sum(bits_per_element(ir.scheme, x.head_dim, tokens) for x in ir.layers().compiled) / len(ir.layers().compiled)
+            label: sum(bits_per_element(ir.scheme, x.head_dim, tokens) for x in ir.layers().compiled)
+            / len(ir.layers().compiled)
             for label, tokens in CONTEXTS.items()
         }
         manifest = Manifest(

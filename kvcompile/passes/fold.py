@@ -44,7 +44,8 @@ class FoldPass:
         for fold in folds:
             if not ir.checkpoint.load(fold.tensor).float().isfinite().all():
                 raise CheckpointError(
-                    f"tensor {fold.tensor} (layer {fold.layer}) in {ir.checkpoint.path} holds NaN or infinity; repair the checkpoint"
+                    f"tensor {fold.tensor} (layer {fold.layer}) in {ir.checkpoint.path} holds NaN or infinity; "
+                    "repair the checkpoint"
                 )
         return PassResult(replace(ir, folds=tuple(folds), statistics={}), modified=True)
 

@@ -51,13 +51,15 @@ def check_fit(scheme: Scheme, layer: AttentionLayer) -> None:
             )
         if layer.head_dim * row.quantizer.bits % 8:
             raise SchemeError(
-                f"scheme {scheme.name}: head_dim {layer.head_dim} of {layer.prefix} at {row.quantizer.bits} bits is no whole number of bytes"
+                f"scheme {scheme.name}: head_dim {layer.head_dim} of {layer.prefix} at {row.quantizer.bits} bits "
+                "is no whole number of bytes"
             )
         order = _hadamard_order(row, layer.head_dim)
         if order is not None and (layer.head_dim % order or not is_hadamard_order(order)):
             raise SchemeError(
-                f"scheme {scheme.name}: {half}.rotation needs a Hadamard matrix of order {order} for head_dim {layer.head_dim} of "
-                f"{layer.prefix}, and there is none here (orders 2^k, and m 2^k for Paley orders m such as 12, 20, 28, 36); "
+                f"scheme {scheme.name}: {half}.rotation needs a Hadamard matrix of order {order} for head_dim "
+                f"{layer.head_dim} of {layer.prefix}, and there is none here "
+                "(orders 2^k, and m 2^k for Paley orders m such as 12, 20, 28, 36); "
                 f"use --set {half}.rotation.hadamard=false or a block_hadamard whose block divides the head"
             )
 

@@ -30,8 +30,8 @@ class VerifyPass:
     """Two checks of the fold, as it will be stored.
 
     1. Per layer, random inputs through W_V and W_O give what they gave before (to the rounding of the stored dtype).
-    2. Logits on 128 tokens of the bundled text, computed in float32: relative error at most 1e-4 for float32 checkpoints, KL at most 2e-4 nats
-       for 16-bit ones. The model of the calibrate pass is used, with the edited weights put into it.
+    2. Logits on 128 tokens of the bundled text, computed in float32: relative error at most 1e-4 for float32 checkpoints,
+       KL at most 2e-4 nats for 16-bit ones. The model of the calibrate pass is used, with the edited weights put into it.
     """
 
     name: ClassVar[str] = "verify"
@@ -87,9 +87,11 @@ class VerifyPass:
         exact = DTYPES[ir.checkpoint.entries[ir.folds[0].tensor].dtype] == torch.float32
         if exact and not relative_error <= LOGITS_TOLERANCE:
             raise VerificationError(
-                f"the folded logits differ from the source by {relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}; nothing was written"
+                f"the folded logits differ from the source by {relative_error:.1e} (relative), "
+                f"allowed {LOGITS_TOLERANCE:.0e}; nothing was written"
             )
         if not exact and not kl <= KL_TOLERANCE:
             raise VerificationError(
-                f"the folded model differs from the source by a KL of {kl:.1e} nats per token, allowed {KL_TOLERANCE:.0e}; nothing was written"
+                f"the folded model differs from the source by a KL of {kl:.1e} nats per token, "
+                f"allowed {KL_TOLERANCE:.0e}; nothing was written"
             )

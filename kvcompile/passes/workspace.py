@@ -41,7 +41,10 @@ class Workspace:
             if not self.force and not empty:
                 raise OutputError(f"output {self.out} already exists; choose another path or replace it with --force")
             if not empty and not (self.out / MANIFEST_NAME).exists():
-                raise OutputError(f"output {self.out} exists and is no converted checkpoint, so --force does not replace it; choose another path")
+                raise OutputError(
+                    f"output {self.out} exists and is no converted checkpoint, so --force does not replace it; "
+                    "choose another path"
+                )
         parent = next(p for p in self.out.parents if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise OutputError(f"output {self.out} cannot be written: {parent} is not a writable directory")
@@ -61,7 +64,8 @@ class Workspace:
             changed = sorted(k for k in {*stored, *inputs} if stored.get(k) != inputs.get(k))
             if changed:
                 raise OutputError(
-                    f"cannot resume: {', '.join(changed)} changed since the interrupted run; run again without --resume to start over"
+                    f"cannot resume: {', '.join(changed)} changed since the interrupted run; "
+                    "run again without --resume to start over"
                 )
             shutil.rmtree(self.staging, ignore_errors=True)
         else:

@@ -91,7 +91,9 @@ def choose_backend(name: str | None, device: torch.device) -> Backend:
     if name is None:
         name = "triton" if device.type == "cuda" else "cpu" if _cpu_kernel_runs() else "codec"
     if name == "cpu" and (device.type != "cpu" or not _cpu_kernel_runs()):
-        raise CacheError("backend 'cpu' needs a model on the CPU and a C compiler (install gcc, or choose backend 'codec')")
+        raise CacheError(
+            "backend 'cpu' needs a model on the CPU and a C compiler (install gcc, or choose backend 'codec')"
+        )
     backends: dict[str, type[CodecBackend]] = {"codec": CodecBackend, "cpu": CpuBackend, "triton": TritonBackend}
     if name not in backends:
         raise CacheError(f"unknown backend '{name}'; there are {', '.join(backends)}")

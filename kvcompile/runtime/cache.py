@@ -67,7 +67,9 @@ class PackedLayer(CacheLayerMixin):
         return rows, rows
 
     @torch.no_grad()
-    def attend(self, q_BHTD: Tensor, rows: NewRows, real_BT: Tensor | None, scaling: float, module: nn.Module) -> Tensor:
+    def attend(
+        self, q_BHTD: Tensor, rows: NewRows, real_BT: Tensor | None, scaling: float, module: nn.Module
+    ) -> Tensor:
         """Store the step's rows and attend with its queries; ``[B, T, H, D]`` in the query's dtype."""
         batch, _, length, _ = q_BHTD.shape
         store, plan = self.store, self.plan
@@ -173,8 +175,7 @@ class PackedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes that the cached keys and values take, windows and unpacked layers included."""
-        other = [x for x in self.layers if not isinstance(x, PackedLayer) and isinstance(getattr(x, "keys", None), Tensor)]
-        return sum(store.nbytes() for store in self.stores) + sum(x.keys.nbytes + x.values.nbytes for x in other)
+        return sum(store.nbytes() for store in self.stores) + dense_bytes(self._others())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row b the continuation of row ``beam_idx[b]``: pages are shared, windows copied."""
@@ -207,10 +208,17 @@ class PackedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding included."""
-        return self.layers[layer_idx].get_seq_length()
+        layer: Any = self.layers[layer_idx]
+        return layer.get_seq_length()
 
     def _others(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+
+
+def dense_bytes(layers: Sequence[Any]) -> int:
+    """Bytes of the key and value tensors of transformers' own cache layers."""
+    held = [getattr(layer, half, None) for layer in layers for half in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
 def packed_attention(
@@ -229,7 +237,9 @@ def packed_attention(
     if isinstance(key, NewRows):
         length = query.shape[2]
         if attention_mask is not None and attention_mask.ndim != 2:
-            raise CacheError("the packed cache takes a 2-D attention_mask (padding); a 4-D mask cannot be applied to packed pages")
+            raise CacheError(
+                "the packed cache takes a 2-D attention_mask (padding); a 4-D mask cannot be applied to packed pages"
+            )
         real_BT = None if attention_mask is None else attention_mask[:, -length:].bool()
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return key.layer.attend(query, key, real_BT, scale, module), None
@@ -243,10 +253,13 @@ def packed_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def packed_mask(*args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+def packed_mask(
+    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
+) -> Tensor | None:
     """The registered mask function: the padding mask itself for full attention, SDPA's mask for windowed layers."""
     if local_size is not None:
-        return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **kwargs)
+        kwargs |= {"attention_mask": attention_mask, "local_size": local_size}
+        return sdpa_mask(*args, **kwargs)
     return attention_mask
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, TextStreamer
 from transformers.cache_utils import Cache
 
 from kvcompile.errors import CacheError
+from kvcompile.runtime.cache import PackedCache, dense_bytes
 from kvcompile.runtime.load import new_cache
 
 
@@ -64,5 +65,5 @@ def generate(
         )
     prompt_tokens = inputs["input_ids"].shape[1]
     new_ids = output[0, prompt_tokens:]
-    nbytes = cache.nbytes() if hasattr(cache, "nbytes") else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+    nbytes = cache.nbytes() if isinstance(cache, PackedCache) else dense_bytes(cache.layers)
     return Generation(tokenizer.decode(new_ids, skip_special_tokens=True), prompt_tokens, len(new_ids), nbytes)

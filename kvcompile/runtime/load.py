@@ -63,7 +63,7 @@ def attach(model: PreTrainedModel, artifact: Artifact, backend: str | None = Non
         )
     compiled: Any = model
     compiled.kvcompile = CompiledCache(artifact.manifest, choose_backend(backend, device), device, plans)
-    plain_generate = model.generate
+    plain_generate: Any = model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config") or model.generation_config

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-
 class Section(BaseModel):
     """A part of a scheme: immutable, and unknown fields are refused."""
 
@@ -113,7 +112,8 @@ class Scheme(Section):
     def _keys_rotate_online(self) -> "Scheme":
         if getattr(self.key.rotation, "apply", "online") != "online":
             raise ValueError(
-                "key.rotation.apply: keys cannot be folded, because RoPE (and QK-norm) stands between W_K and the cache; use 'online'"
+                "key.rotation.apply: keys cannot be folded, because RoPE (and QK-norm) stands between W_K and the cache; "
+                "use 'online'"
             )
         return self
 
