@@ -19,7 +19,6 @@ from kvcompile.evaluate import divergence, make_trials, reference_logits, retrie
 from kvcompile.evaluate.divergence import Divergence
 
 FIRST_QUANTIZED = 256  # a prefill this short lies in the windows, so it is stored as step-by-step decoding would
-CHARACTERS_PER_TOKEN = 4.1
 
 
 def reference_windows(shared: Path, tokenizer: object, count: int, length: int) -> Tensor:
@@ -52,7 +51,9 @@ def measure_retrieval(out: Path, shared: Path, tokens: int, trials: int) -> floa
     haystack = (shared / "text" / "niah_haystack.txt").read_text("utf-8")
     words = json.loads((shared / "text" / "niah_words.json").read_text("utf-8"))
     words = words if isinstance(words, list) else [w for group in words.values() for w in group]
-    planted = make_trials(haystack, words, int((tokens - 100) * CHARACTERS_PER_TOKEN), trials)
+    sample = haystack[:200_000]
+    characters_per_token = len(sample) / len(tokenizer(sample, verbose=False)["input_ids"])
+    planted = make_trials(haystack, words, int((0.98 * tokens - 120) * characters_per_token), trials)
     return retrieval(model, tokenizer, lambda: kvcompile.new_cache(model), planted)
 
 

@@ -385,3 +385,28 @@ def test_a_dense_cache_still_works_with_the_loaded_model(small):
         ours = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
         theirs = source(ids, attention_mask=mask).logits
     assert torch.allclose(ours[mask.bool()], theirs[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_dense_cache_takes_chunks_with_and_without_a_mask(small, masked):
+    """A second chunk on transformers' own cache sees all of the first, whether or not a mask is given."""
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(1, 60)
+    with torch.inference_mode():
+        whole = model(ids, use_cache=False).logits
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :40], past_key_values=cache)
+        mask = torch.ones_like(ids) if masked else None
+        chunk = model(ids[:, 40:], past_key_values=cache, attention_mask=mask).logits
+    assert torch.allclose(chunk, whole[:, 40:], atol=1e-4, rtol=1e-4)
+
+
+def test_heads_that_the_cpu_kernel_cannot_read_go_to_the_codec(tmp_path):
+    """head_dim 24 at 2 bits is no whole number of 32-bit words: chosen when the model is loaded, not at the first step."""
+    save_model(family_config("qwen3", head_dim=24), tmp_path / "model")
+    kvcompile.convert(tmp_path / "model", tmp_path / "out", calibration_tokens=256)
+    model = kvcompile.load(tmp_path / "out")[0]
+    assert model.kvcompile.backend.name == "codec"
+    assert model.generate(random_ids(1, 20).cpu(), max_new_tokens=2).shape[1] <= 22
+    with pytest.raises(CacheError, match="32-bit words"):
+        kvcompile.load(tmp_path / "out", backend="cpu")

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcompile.codec import LayerCache
+from kvcompile.codec import LayerCache, PageFormat
 from kvcompile.errors import CacheError
 
 _SOURCE = Path(__file__).with_name("attend.c")
@@ -94,6 +94,11 @@ def attend(q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
     if failed:
         raise MemoryError("The CPU kernel could not allocate its partial results.")
     return out_BHD
+
+
+def supports(fmt: PageFormat) -> bool:
+    """Whether the kernel can read this format: key rows of whole 32-bit words, key groups of whole fours."""
+    return fmt.head_dim * fmt.key.bits % 32 == 0 and fmt.key.group_size % 4 == 0
 
 
 @cache

@@ -23,8 +23,10 @@ from kvcompile.artifact.report import model_card, report_html
 from kvcompile.checkpoint import copy_companions, file_digest, tensor_bytes, write_patched
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
+from kvcompile.passes.clip import ClipPass
 from kvcompile.passes.fold import fold_edits
 from kvcompile.passes.ir import IR
+from kvcompile.passes.rotations import RotationsPass
 from kvcompile.scheme import RowCodec, bits_per_element, group_size
 from kvcompile.version import __version__
 
@@ -46,9 +48,10 @@ class EmitPass:
     stored: ClassVar[bool] = False
 
     def requires(self, ir: IR) -> str | None:
-        """Clip ratios, the last thing that is solved."""
-        solved = ir.inventory and all(f"layers.{x.index}.key.clip_ratio" in ir.tensors for x in ir.inventory.compiled)
-        return None if solved else "the rotations and clip passes must come first"
+        """What the rotations and clip passes ensure."""
+        if ir.inventory is None or RotationsPass().ensures(ir) or ClipPass().ensures(ir):
+            return "the rotations and clip passes must come first"
+        return None
 
     def run(self, ir: IR, context: Context) -> PassResult:
         """Write everything."""

@@ -4,6 +4,7 @@ Shapes as in `kvcompile.codec.layer`. Every backend stores the same bytes and at
 speed only. Rows are stored rotated and rounded to bfloat16, and quantization reads the rounded rows.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -83,16 +84,17 @@ class TritonBackend(CodecBackend):
         return triton_decode.attend(q_BHD, layer, scaling)
 
 
-def choose_backend(name: str | None, device: torch.device) -> Backend:
-    """The named backend, or the fastest for `device`: triton on CUDA, else cpu, else (without a compiler) the codec.
+def choose_backend(name: str | None, device: torch.device, formats: Sequence[PageFormat]) -> Backend:
+    """The named backend, or the fastest for `device` and `formats`: triton on CUDA, else cpu where it runs, else codec.
 
     Raises CacheError for a name that does not exist or cannot run here.
     """
     if name is None:
-        name = "triton" if device.type == "cuda" else "cpu" if _cpu_kernel_runs() else "codec"
-    if name == "cpu" and (device.type != "cpu" or not _cpu_kernel_runs()):
+        name = "triton" if device.type == "cuda" else "cpu" if _cpu_kernel_runs(device, formats) else "codec"
+    if name == "cpu" and not _cpu_kernel_runs(device, formats):
         raise CacheError(
-            "backend 'cpu' needs a model on the CPU and a C compiler (install gcc, or choose backend 'codec')"
+            "backend 'cpu' needs a model on the CPU, a C compiler (install gcc) and key rows of whole 32-bit words; "
+            "choose backend 'codec'"
         )
     backends: dict[str, type[CodecBackend]] = {"codec": CodecBackend, "cpu": CpuBackend, "triton": TritonBackend}
     if name not in backends:
@@ -100,7 +102,7 @@ def choose_backend(name: str | None, device: torch.device) -> Backend:
     return backends[name]()
 
 
-def _cpu_kernel_runs() -> bool:
+def _cpu_kernel_runs(device: torch.device, formats: Sequence[PageFormat]) -> bool:
     from kvcompile.kernels import cpu
 
-    return cpu.is_available()
+    return device.type == "cpu" and all(map(cpu.supports, formats)) and cpu.is_available()

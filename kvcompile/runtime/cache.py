@@ -245,11 +245,12 @@ def packed_attention(
         return key.layer.attend(query, key, real_BT, scale, module), None
     assert isinstance(key, Tensor)
     assert isinstance(value, Tensor)
-    if attention_mask is not None and attention_mask.ndim == 2:
-        length, total = query.shape[2], key.shape[2]
+    length, total = query.shape[2], key.shape[2]
+    if attention_mask is None and 1 < length < total or attention_mask is not None and attention_mask.ndim == 2:
         attention_mask = sdpa_mask(
-            query.shape[0], length, total, q_offset=total - length, attention_mask=attention_mask, device=query.device
-        )
+            query.shape[0], length, total, q_offset=total - length, attention_mask=attention_mask, device=query.device,
+            allow_is_causal_skip=length == total,
+        )  # fmt: skip
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 

@@ -62,7 +62,7 @@ def attach(model: PreTrainedModel, artifact: Artifact, backend: str | None = Non
             layer.page_format(), None if key is None else key.to(device), None if value is None else value.to(device)
         )
     compiled: Any = model
-    compiled.kvcompile = CompiledCache(artifact.manifest, choose_backend(backend, device), device, plans)
+    compiled.kvcompile = CompiledCache(artifact.manifest, choose_backend(backend, device, [p.fmt for p in plans.values()]), device, plans)
     plain_generate: Any = model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:
