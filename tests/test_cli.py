@@ -149,7 +149,7 @@ def test_dry_run_writes_nothing(model: Path, tmp_path: Path, capsys: Capsys) -> 
     before = contents(model)
     done = succeed(capsys, "convert", model, "-o", tmp_path / "out", "--dry-run")
     assert "dry run: Qwen3ForCausalLM, 2 of 2 layers would be packed with oscar-int2" in done.out
-    assert "nothing was written" in done.out
+    assert "no output was written" in done.out
     assert list(tmp_path.iterdir()) == []
     assert contents(model) == before
 
@@ -352,7 +352,7 @@ def test_folding_the_trained_example(example: Path, converted: Path, capsys: Cap
 def test_verify(model: Path, folded: Path, overlay: Path, capsys: Capsys) -> None:
     for artifact in (folded, overlay):
         lines = succeed(capsys, "verify", artifact).out.splitlines()
-        assert len(lines) == 3
+        assert len(lines) == 4
         assert all(line.startswith("ok: ") for line in lines)
     lines = succeed(capsys, "verify", folded, "--source", model).out.splitlines()
     assert len(lines) == 6

@@ -1,10 +1,13 @@
 """The packed cache through transformers: what it stores, that backends agree, and that generation treats it as any cache."""
 
+import copy
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
 
 import kvcompile
 from kvcompile.errors import CacheError
@@ -198,7 +201,6 @@ def test_streaming_yields_the_generated_text(converted):
     assert len(pieces) > 1
     assert "".join(pieces).strip() == result.text.strip()
     assert result.new_tokens == 12
-    assert TextStreamer  # the streamer is transformers' own
 
 
 def test_beam_search_inside_the_windows_equals_the_dense_cache(model):
@@ -410,3 +412,92 @@ def test_heads_that_the_cpu_kernel_cannot_read_go_to_the_codec(tmp_path):
     assert model.generate(random_ids(1, 20).cpu(), max_new_tokens=2).shape[1] <= 22
     with pytest.raises(CacheError, match="32-bit words"):
         kvcompile.load(tmp_path / "out", backend="cpu")
+
+
+def test_masks_that_do_not_fit_the_cache_are_refused_before_anything_is_stored(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(2, 60)
+    longer = torch.ones(2, 80, dtype=torch.long, device=DEVICE)
+    cache, plain = kvcompile.new_cache(model), kvcompile.new_cache(model)
+    with torch.inference_mode():
+        padded = longer.clone()
+        padded[:, 60:] = 0  # columns that are still to come do not count
+        ours = model(ids, past_key_values=cache, attention_mask=padded).logits
+        theirs = model(ids, past_key_values=plain).logits
+        assert torch.allclose(ours, theirs, atol=1e-5)
+        with pytest.raises(CacheError, match="one column per token"):
+            model(ids[:, :2], past_key_values=cache, attention_mask=longer[:, :61])
+        changed = longer[:, :62].clone()
+        changed[0, :5] = 0
+        with pytest.raises(CacheError, match="keep the mask of earlier steps"):
+            model(ids[:, :2], past_key_values=cache, attention_mask=changed)
+        with pytest.raises(CacheError, match="holds 2 rows"):
+            model(ids[:1, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 60
+        again = model(ids[:, :1], past_key_values=cache).logits
+        assert torch.allclose(again, model(ids[:, :1], past_key_values=plain).logits, atol=1e-5)
+
+
+def test_a_step_that_fails_half_way_is_not_counted(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    cache = kvcompile.new_cache(model)
+    ids = random_ids(1, 30)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        rotate = cache.layers[1]._rotate
+        cache.layers[1]._rotate = None
+        with pytest.raises(TypeError):
+            model(ids[:, :1], past_key_values=cache)
+        cache.layers[1]._rotate = rotate
+        with pytest.raises(CacheError, match="failed before every layer"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 30
+
+
+def test_static_caches_and_generation_configs_are_respected(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(1, 40)
+    with torch.inference_mode():
+        whole = model(ids, use_cache=False).logits
+        static = StaticCache(config=model.config, max_cache_len=64)
+        assert torch.allclose(model(ids, past_key_values=static).logits, whole, atol=1e-4, rtol=1e-4)
+    off = model.generate(ids, GenerationConfig(use_cache=False, max_new_tokens=2, return_dict_in_generate=True))
+    assert off.past_key_values is None
+    dense = model.generate(ids, cache_implementation="dynamic", max_new_tokens=2, return_dict_in_generate=True)
+    assert isinstance(dense.past_key_values, DynamicCache)
+    with pytest.raises(CacheError, match="negative"):
+        kvcompile.new_cache(model, sink=-1)
+
+
+def test_a_copied_model_generates_with_its_own_weights(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+        twin.lm_head.weight[7] = 1.0
+    ids = random_ids(1, 20)
+    assert not torch.equal(twin.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
+
+
+def test_nan_is_not_hidden(small):
+    """A model that overflows shows it with every backend."""
+    model = kvcompile.load(small, device=DEVICE)[0]
+    cache = kvcompile.new_cache(model)
+    with torch.inference_mode():
+        model(random_ids(1, 20), past_key_values=cache)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = float("nan")
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5]], device=DEVICE), past_key_values=cache).logits
+    assert logits.isnan().all()
+
+
+def test_triton_without_a_gpu_is_refused(small):
+    if DEVICE == "cuda":
+        pytest.skip("there is a GPU")
+    code = f"import kvcompile; kvcompile.load({str(small)!r}, backend='triton')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "needs a model on a CUDA device" in result.stderr

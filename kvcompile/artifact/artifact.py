@@ -10,9 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcompile.artifact.manifest import SIDECAR_NAME, Manifest, read_manifest
+from kvcompile.artifact.manifest import MANIFEST_NAME, SIDECAR_NAME, Manifest, read_manifest
 from kvcompile.checkpoint import Checkpoint, file_digest, tensor_bytes
 from kvcompile.errors import ArtifactError, CheckpointError
+from kvcompile.scheme import group_size
+from kvcompile.scheme.model import Identity
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def open_artifact(directory: str | Path, source: str | Path | None = None) -> Ar
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
+    if fault := _inconsistency(manifest):
+        raise ArtifactError(f"{directory / MANIFEST_NAME} contradicts itself: {fault}; convert the model again")
     weights_path = directory
     if manifest.weights.mode == "overlay":
         weights_path = Path(source or manifest.source.path or "")
@@ -74,6 +78,37 @@ def open_artifact(directory: str | Path, source: str | Path | None = None) -> Ar
                 f"{directory} is an overlay over {weights_path}, which cannot be used: {error}"
             ) from error
     return Artifact(directory, manifest, weights_path)
+
+
+def _inconsistency(manifest: Manifest) -> str | None:
+    """What in the per-layer table does not follow from the scheme, or None: such a manifest would run, and run wrongly."""
+    if [layer.index for layer in manifest.layers] != list(range(len(manifest.layers))):
+        return "layers are missing or out of order"
+    if not manifest.weights.files or len(manifest.weights.projections) < 2 * len(manifest.compiled):
+        return "hashes of weights are missing"
+    folded = manifest.weights.mode == "fold" and manifest.scheme.folds_values()
+    for layer in manifest.layers:
+        if (layer.key is None) != (layer.value is None) or (layer.key is None) != bool(layer.reason):
+            return f"layer {layer.index} is compiled in part"
+        for half, scheme, row in (
+            ("key", manifest.scheme.key, layer.key),
+            ("value", manifest.scheme.value, layer.value),
+        ):
+            if row is None:
+                continue
+            expected = None if isinstance(scheme.rotation, Identity) else f"layers.{layer.index}.{half}.rotation"
+            if row.rotation != expected:
+                return f"layer {layer.index}: {half} rotation is {row.rotation}, the scheme implies {expected}"
+            if row.apply != ("folded" if folded and half == "value" else "online"):
+                return f"layer {layer.index}: {half} rotation is said to be {row.apply}, which the scheme and weights exclude"
+            quantizer = scheme.quantizer
+            if (row.bits, row.group_size) != (quantizer.bits, group_size(quantizer, layer.head_dim)):
+                return (
+                    f"layer {layer.index}: {half} has {row.bits} bits in groups of {row.group_size}, unlike the scheme"
+                )
+            if row.rotation is not None and row.rotation not in manifest.sidecar.shapes:
+                return f"layer {layer.index}: sidecar tensor {row.rotation} is not listed"
+    return None
 
 
 def orthogonality_error(r_KDD: Tensor) -> float:

@@ -58,7 +58,7 @@ def cost_table(result: Conversion) -> Table:
     table.add_section()
     table.add_row("total", f"{total:.2f}")
     if "forward" in result.costs:
-        table.add_row("load + plain forward + save", f"{plain:.2f}")
+        table.add_row("load + forward without head + save", f"{plain:.2f}")
         table.add_row("ratio", f"{total / plain:.2f}")
     peak, size = result.peak_bytes / 2**20, result.checkpoint_bytes / 2**20
     table.add_row("peak memory", f"{peak:.0f} MiB ({peak / size:.1f} x checkpoint)")

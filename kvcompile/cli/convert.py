@@ -85,7 +85,7 @@ def convert_command(
         state = "dry run" if dry_run else f"stopped after {stop_after}"
         click.echo(
             f"{state}: {layers.architecture}, {len(layers.compiled)} of {len(layers.layers)} layers would be packed with "
-            f"{result.ir.scheme.name}; passes {', '.join(result.ir.scheme.passes)}; nothing was written to {out}"
+            f"{result.ir.scheme.name}; passes {', '.join(result.ir.scheme.passes)}; no output was written to {out}"
         )
         return
     console.print(cost_table(result))

@@ -41,7 +41,7 @@ def verify(directory: str | Path, source: str | Path | None = None) -> Verificat
     first file, layer or tensor that does not hold.
     """
     artifact = open_artifact(directory, source)
-    checks = [_check_files(artifact), _check_sidecar(artifact)]
+    checks = [_check_layers(artifact), _check_files(artifact), _check_sidecar(artifact)]
     artifact.check_projections()
     checks.append(f"{len(artifact.manifest.weights.projections)} projections belong to the sidecar")
     agreement = None
@@ -55,6 +55,27 @@ def verify(directory: str | Path, source: str | Path | None = None) -> Verificat
             f"same top token {agreement.agreement:.1%}"
         )
     return Verification(tuple(checks), agreement)
+
+
+def _check_layers(artifact: Artifact) -> str:
+    """The manifest's table lists the layers, and guards the weights, that the checkpoint really has."""
+    checkpoint = Checkpoint(artifact.weights_path)
+    found = {layer.index: layer for layer in take_inventory(checkpoint).layers}
+    for record in artifact.manifest.layers:
+        layer = found.pop(record.index, None)
+        shape = (record.num_heads, record.num_key_value_heads, record.head_dim, record.key is not None)
+        if layer is None or shape != (layer.num_heads, layer.num_key_value_heads, layer.head_dim, layer.compiled):
+            raise VerificationError(f"layer {record.index} of the manifest is not the layer that {checkpoint.path} has")
+        guarded = {layer.v_weight, layer.o_weight, layer.v_bias} - {None} if layer.compiled else set()
+        if missing := guarded - set(artifact.manifest.weights.projections):
+            raise VerificationError(
+                f"layer {record.index}: the manifest has no hash of tensor {min(map(str, missing))}"
+            )
+    if found:
+        raise VerificationError(f"layer {min(found)} of {checkpoint.path} is missing from the manifest")
+    if missing_files := {shard.name for shard in checkpoint.shards} - set(artifact.manifest.weights.files):
+        raise VerificationError(f"weight file {min(missing_files)} has no hash in the manifest")
+    return f"{len(artifact.manifest.layers)} layers are those of the checkpoint"
 
 
 def _check_files(artifact: Artifact) -> str:

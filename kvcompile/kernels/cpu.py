@@ -93,6 +93,9 @@ def attend(q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
     )
     if failed:
         raise MemoryError("The CPU kernel could not allocate its partial results.")
+    finite_BH = q_BHD.isfinite().all(dim=-1)
+    if not finite_BH.all():
+        out_BHD[~finite_BH] = float("nan")  # -ffast-math would hide it
     return out_BHD
 
 

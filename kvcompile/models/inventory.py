@@ -5,10 +5,12 @@ Decided from config.json and the tensor names alone, before any weight is read. 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CheckpointError, UnsupportedArchitectureError
 from kvcompile.models.families import FAMILIES, REFUSED, Family
+from kvcompile.models.loading import resolve_config
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         raise CheckpointError(
             f"'layer_types' in {checkpoint.path / 'config.json'} does not list one kind per hidden layer"
         )
-    layers = tuple(_read_layer(checkpoint, family, i) for i in range(config["num_hidden_layers"]))
+    config = resolve_config(checkpoint.path)
+    layers = tuple(_read_layer(checkpoint, family, config, i) for i in range(config["num_hidden_layers"]))
     if not any(layer.compiled for layer in layers):
         raise UnsupportedArchitectureError(
             f"{architecture} in {checkpoint.path} has no layer with full attention: {layers[0].reason}"
@@ -102,8 +105,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     return Inventory(model_type, architecture, layers, config["max_position_embeddings"])
 
 
-def _read_layer(checkpoint: Checkpoint, family: Family, index: int) -> AttentionLayer:
-    config = checkpoint.config
+def _read_layer(checkpoint: Checkpoint, family: Family, config: dict[str, Any], index: int) -> AttentionLayer:
     num_heads = config["num_attention_heads"]
     num_kv = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvcompile.errors import CheckpointError, KvCompileError
 
@@ -39,6 +39,7 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
                 attn_implementation=attention,
                 local_files_only=True,
                 trust_remote_code=False,
+                use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
@@ -55,6 +56,14 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
             f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
     return model.to(device).eval()
+
+
+def resolve_config(path: Path) -> dict[str, Any]:
+    """config.json with the defaults that transformers fills in; raises CheckpointError when it cannot read it."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
+    except Exception as error:  # as above
+        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {_first_line(error)}") from error
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -1,5 +1,6 @@
 """Pass `clip`: choose each layer's clip ratio for keys and values by the error that reaches the attention output."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from kvcompile.scheme.model import QuantileClip
 
 CANDIDATES = (0.80, 0.82, 0.84, 0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
 START = CANDIDATES.index(0.94)
+SLACK = 0.05
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,14 @@ class ClipPass:
     """Calibrates rho of seed 000 A.5 per layer, separately for keys and values.
 
     1. A fixed ratio is taken as it is; without clipping the ratio is 1.
-    2. `calibrated` takes the candidate with the smallest error of the attention output, seen through W_O, on calibration
-       sequences in which only history is quantized, as at run time: sink and recent tokens stay exact. An error per row
-       (even weighted by C_Q) is no substitute: it prefers ratios that shrink history against the exact windows.
+    2. `calibrated` takes the mildest candidate with nearly the smallest error of the attention output, seen through W_O, on
+       calibration sequences in which only history is quantized, as at run time: sink and recent tokens stay exact. An
+       error per row (even weighted by C_Q) is no substitute: it prefers ratios that shrink history against the windows.
     3. Reported per layer: that relative error without rotation and clip, and with both.
     """
 
     name: ClassVar[str] = "clip"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     stored: ClassVar[bool] = True
 
     def requires(self, ir: IR) -> str | None:
@@ -56,7 +58,7 @@ class ClipPass:
                 if outputs is not None:
                     r_KDD = ir.tensors.get(f"layers.{layer.index}.{half}.rotation")
                     error = partial(outputs, half, row, r_KDD)
-                    ratio, smallest = descend(error) if _is_calibrated(row) else (ratio, error(ratio))
+                    ratio, smallest = search(error) if _is_calibrated(row) else (ratio, error(ratio))
                     found[f"{half}_residual_before"] = outputs(half, row, None, 1.0)
                     found[f"{half}_residual_after"] = smallest
                 found[f"{half}_clip"] = ratio
@@ -74,17 +76,29 @@ class ClipPass:
         return None
 
 
-def descend(error: Callable[[float], float]) -> tuple[float, float]:
-    """The candidate from which no neighbour is better, and its error: from 0.94 downhill over `CANDIDATES`."""
+def search(error: Callable[[float], float]) -> tuple[float, float]:
+    """The largest candidate whose error is within `SLACK` of a local minimum's, and its error.
+
+    Downhill from 0.94 over `CANDIDATES`, then up again as long as it costs next to nothing: on a flat stretch the milder
+    clip is the safer one, because a sample sees little of what clipping takes away.
+    """
     known = {START: error(CANDIDATES[START])}
+
+    def at(place: int) -> float:
+        if not 0 <= place < len(CANDIDATES):
+            return math.inf
+        if place not in known:
+            known[place] = error(CANDIDATES[place])
+        return known[place]
+
     best = START
     for step in (-1, 1):
-        while 0 <= best + step < len(CANDIDATES) and best + step not in known:
-            known[best + step] = error(CANDIDATES[best + step])
-            if known[best + step] >= known[best]:
-                break
+        while at(best + step) < at(best):
             best += step
-    return CANDIDATES[best], known[best]
+    limit = at(best) * (1 + SLACK)
+    while at(best + 1) <= limit:
+        best += 1
+    return CANDIDATES[best], at(best)
 
 
 class OutputError:

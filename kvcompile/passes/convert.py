@@ -13,6 +13,7 @@ from kvcompile.calibration import read_corpus
 from kvcompile.checkpoint import open_checkpoint
 from kvcompile.errors import (
     ArtifactError,
+    CalibrationError,
     CheckpointError,
     OutputError,
     PassError,
@@ -70,6 +71,12 @@ def convert(
     output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
     `dry_run` stops after the inventory. Raises a KvCompileError whose message says what is wrong, where, and what to do.
     """
+    if isinstance(scheme, Scheme) and overrides:
+        raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
+    if weights not in ("fold", "overlay"):
+        raise OutputError(f"weights is 'fold' or 'overlay', not '{weights}'")
+    if calibration_tokens is not None and calibration_tokens < 1:
+        raise CalibrationError(f"calibration_tokens must be at least 1, not {calibration_tokens}")
     if not isinstance(scheme, Scheme):
         scheme = load_scheme(scheme, tuple(overrides))
     if stop_after is not None:

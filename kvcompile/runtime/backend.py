@@ -4,6 +4,7 @@ Shapes as in `kvcompile.codec.layer`. Every backend stores the same bytes and at
 speed only. Rows are stored rotated and rounded to bfloat16, and quantization reads the rounded rows.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -96,6 +97,10 @@ def choose_backend(name: str | None, device: torch.device, formats: Sequence[Pag
             "backend 'cpu' needs a model on the CPU, a C compiler (install gcc) and key rows of whole 32-bit words; "
             "choose backend 'codec'"
         )
+    if name == "triton" and device.type != "cuda" and not _triton_interprets():
+        raise CacheError(
+            "backend 'triton' needs a model on a CUDA device (or TRITON_INTERPRET=1); choose 'cpu' or 'codec'"
+        )
     backends: dict[str, type[CodecBackend]] = {"codec": CodecBackend, "cpu": CpuBackend, "triton": TritonBackend}
     if name not in backends:
         raise CacheError(f"unknown backend '{name}'; there are {', '.join(backends)}")
@@ -106,3 +111,7 @@ def _cpu_kernel_runs(device: torch.device, formats: Sequence[PageFormat]) -> boo
     from kvcompile.kernels import cpu
 
     return device.type == "cpu" and all(map(cpu.supports, formats)) and cpu.is_available()
+
+
+def _triton_interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

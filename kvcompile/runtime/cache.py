@@ -62,19 +62,22 @@ class PackedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take the step's rows ``[B, K, T, D]``; what is returned is for our attention function only."""
         self.is_initialized = True
-        self.columns += key_states.shape[-2]
         rows = NewRows(self, key_states, value_states)
         return rows, rows
 
     @torch.no_grad()
     def attend(
-        self, q_BHTD: Tensor, rows: NewRows, real_BT: Tensor | None, scaling: float, module: nn.Module
+        self, q_BHTD: Tensor, rows: NewRows, mask_BN: Tensor | None, scaling: float, module: nn.Module
     ) -> Tensor:
-        """Store the step's rows and attend with its queries; ``[B, T, H, D]`` in the query's dtype."""
+        """Store the step's rows and attend with its queries; ``[B, T, H, D]`` in the query's dtype.
+
+        `mask_BN` marks real tokens, of the past and of this step. Raises CacheError before anything is stored when it does
+        not fit what the cache holds.
+        """
         batch, _, length, _ = q_BHTD.shape
         store, plan = self.store, self.plan
         if self.steps == store.steps:
-            store.begin(real_BT, batch, length)
+            store.begin(self._real_tokens(mask_BN, length), batch, length)
         self.steps += 1
         k_BKTD = self._rotate(rows.k_BKTD, plan.key_rotation).bfloat16()
         v_BKTD = self._rotate(rows.v_BKTD, plan.value_rotation).bfloat16()
@@ -90,7 +93,30 @@ class PackedLayer(CacheLayerMixin):
             q_rotated = self._rotate(q_BHTD, plan.key_rotation)
             out_BHTD = self._unrotate(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling).to(q_BHTD.dtype))
             store.append(self.position, k_BKTD, v_BKTD)
+        self.columns += length
         return out_BHTD.transpose(1, 2).contiguous()
+
+    def _real_tokens(self, mask_BN: Tensor | None, length: int) -> Tensor | None:
+        """The columns of the mask that belong to this step; its past must be what was stored."""
+        if mask_BN is None:
+            return None
+        if mask_BN.ndim != 2:
+            raise CacheError(
+                "the packed cache takes a 2-D attention_mask (padding); a 4-D mask cannot be applied to packed pages"
+            )
+        end = self.columns + length
+        if mask_BN.shape[1] < end:
+            raise CacheError(
+                f"attention_mask has {mask_BN.shape[1]} columns, but the cache holds {self.columns} and {length} are new: "
+                "give one column per token, past ones included"
+            )
+        stored = self.store.stored_tokens()
+        if stored and mask_BN[:, : self.columns].sum(dim=1).tolist() != stored:
+            raise CacheError(
+                "attention_mask hides or shows past tokens otherwise than when they were stored; a packed cache cannot "
+                "forget single tokens: keep the mask of earlier steps, or start a new cache"
+            )
+        return mask_BN[:, self.columns : end].bool()
 
     def _attend_exactly(self, q_BHTD: Tensor, rows: NewRows, scaling: float, module: nn.Module) -> Tensor:
         """A first chunk: causal attention over its own unquantized rows, padding left out row by row."""
@@ -199,12 +225,12 @@ class PackedCache(Cache):
         """Drop the last ``-tokens_to_remove`` columns; a positive number is the length to keep."""
         length = self.get_seq_length()
         removed = min(-tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0), length)
+        for layer in self._others():  # first, because a sliding layer may refuse
+            layer.crop(-removed)
         for store in self.stores:
             store.crop(removed)
         for layer in self._packed:
             layer.columns -= removed
-        for layer in self._others():
-            layer.crop(-removed)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding included."""
@@ -235,18 +261,12 @@ def packed_attention(
     `attention_mask` is what `packed_mask` returned: None, a padding mask ``[B, n]``, or an ordinary 4-D mask.
     """
     if isinstance(key, NewRows):
-        length = query.shape[2]
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise CacheError(
-                "the packed cache takes a 2-D attention_mask (padding); a 4-D mask cannot be applied to packed pages"
-            )
-        real_BT = None if attention_mask is None else attention_mask[:, -length:].bool()
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return key.layer.attend(query, key, real_BT, scale, module), None
+        return key.layer.attend(query, key, attention_mask, scale, module), None
     assert isinstance(key, Tensor)
     assert isinstance(value, Tensor)
     length, total = query.shape[2], key.shape[2]
-    if attention_mask is None and 1 < length < total or attention_mask is not None and attention_mask.ndim == 2:
+    if (attention_mask is None and 1 < length < total) or (attention_mask is not None and attention_mask.ndim == 2):
         attention_mask = sdpa_mask(
             query.shape[0], length, total, q_offset=total - length, attention_mask=attention_mask, device=query.device,
             allow_is_causal_skip=length == total,
@@ -257,9 +277,12 @@ def packed_attention(
 def packed_mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """The registered mask function: the padding mask itself for full attention, SDPA's mask for windowed layers."""
-    if local_size is not None:
+    """The registered mask function: the padding mask itself, or SDPA's mask for windows and caches allocated in advance."""
+    unfilled = kwargs.get("kv_length") != kwargs.get("q_offset", 0) + kwargs.get("q_length", 0)
+    if local_size is not None or unfilled:
         kwargs |= {"attention_mask": attention_mask, "local_size": local_size}
+        if unfilled:
+            kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(*args, **kwargs)
     return attention_mask
 

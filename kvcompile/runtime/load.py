@@ -1,5 +1,6 @@
 """Loading a converted directory: a transformers model that generates from a packed cache by itself."""
 
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcompile.artifact import Artifact, Manifest, open_artifact
+from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CacheError
 from kvcompile.models import load_model, load_tokenizer
 from kvcompile.runtime.backend import Backend, choose_backend
@@ -41,6 +43,7 @@ def load(
     Raises ArtifactError or CheckpointError for a directory that cannot be used.
     """
     artifact = open_artifact(directory, source)
+    Checkpoint(artifact.weights_path)  # whole, and in safetensors
     if check:
         artifact.check_projections()
     model = load_model(artifact.weights_path, ATTENTION, device, dtype)
@@ -62,17 +65,20 @@ def attach(model: PreTrainedModel, artifact: Artifact, backend: str | None = Non
             layer.page_format(), None if key is None else key.to(device), None if value is None else value.to(device)
         )
     compiled: Any = model
-    compiled.kvcompile = CompiledCache(artifact.manifest, choose_backend(backend, device, [p.fmt for p in plans.values()]), device, plans)
-    plain_generate: Any = model.generate
+    compiled.kvcompile = CompiledCache(
+        artifact.manifest, choose_backend(backend, device, [p.fmt for p in plans.values()]), device, plans
+    )
+    compiled.generate = types.MethodType(_generate, model)
 
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config") or model.generation_config
-        wants_cache = kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
-        if wants_cache and kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = new_cache(model)
-        return plain_generate(*args, **kwargs)
 
-    compiled.generate = generate
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of the model's class, with a packed cache unless the call brings a cache or wants none."""
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or self.generation_config
+    settings = {name: kwargs.get(name, getattr(config, name, None)) for name in ("use_cache", "cache_implementation")}
+    wants_ours = settings["use_cache"] is not False and settings["cache_implementation"] is None
+    if wants_ours and kwargs.get("past_key_values") is None:
+        kwargs["past_key_values"] = new_cache(self)
+    return type(self).generate(self, *args, **kwargs)
 
 
 def new_cache(model: PreTrainedModel, *, sink: int | None = None, recent: int | None = None) -> PackedCache:

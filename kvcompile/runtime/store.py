@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.codec import PAGE_TOKENS, LayerCache, PageFormat, decode_pages
+from kvcompile.errors import CacheError
 from kvcompile.runtime.backend import Backend
 
 _SPARE = 8
@@ -30,6 +31,10 @@ class Geometry:
     sink: int
     recent: int
     page_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.recent < 0:
+            raise CacheError(f"windows cannot be negative: sink {self.sink}, recent {self.recent}")
 
     @property
     def ring(self) -> int:
@@ -63,7 +68,7 @@ class PackedStore:
         self.runs: list[list[int]] = []
         self.grown: list[int] = []
         self.kept: list[Tensor | None] = []
-        self.steps = 0
+        self.steps = self.pending = 0
         self.one_by_one = False
         self._device_state: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -78,6 +83,10 @@ class PackedStore:
         self.commit()
         if not self.windows:
             self._allocate(batch)
+        if batch != len(self.num_tokens):
+            raise CacheError(
+                f"the cache holds {len(self.num_tokens)} rows, but this step has {batch}; start a new cache"
+            )
         columns = [[True] * length] * batch if real_BT is None else real_BT.tolist()
         for runs, row in zip(self.runs, columns, strict=True):
             _extend_runs(runs, row)
@@ -90,6 +99,7 @@ class PackedStore:
             self.tables[row] += [self._take_page() for _ in range(count)]
         self.one_by_one = length == 1
         self.steps += 1
+        self.pending = len(self.formats)
         if self.one_by_one:
             for row in (row for row, count in enumerate(wanted) if count):
                 self._demote(row)
@@ -97,6 +107,7 @@ class PackedStore:
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Store the rotated bfloat16 rows of this step in one layer; columns that are padding are passed over."""
+        self.pending -= 1
         if self.one_by_one:
             for kind, rows, slots in self._slots:
                 self.windows[f"{kind}_k"][layer][rows, :, slots] = k_BKTD[rows, :, 0]
@@ -109,7 +120,14 @@ class PackedStore:
             self._append_run(layer, row, k_KTD, v_KTD)
 
     def commit(self) -> None:
-        """Count the tokens of the last step, which every layer has appended by now."""
+        """Count the tokens of the last step, which every layer must have appended by now.
+
+        Raises CacheError after a step that failed half way.
+        """
+        if self.pending:
+            raise CacheError(
+                "the last step failed before every layer had stored it; reset() the cache or start a new one"
+            )
         for row, grown in enumerate(self.grown):
             self.num_pages[row] = self._pages_after(row)
             self.num_tokens[row] += grown
@@ -163,6 +181,10 @@ class PackedStore:
         ring_v[:, slots] = v_KTD[:, paged:]
 
     # -- reading ---------------------------------------------------------------------------------------------------
+
+    def stored_tokens(self) -> list[int]:
+        """Real tokens of every row, those of the last step counted."""
+        return [stored + grown for stored, grown in zip(self.num_tokens, self.grown, strict=True)]
 
     def layer(self, layer: int) -> LayerCache:
         """What a decode kernel reads of one layer.
