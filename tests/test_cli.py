@@ -355,7 +355,7 @@ def test_verify(model: Path, folded: Path, overlay: Path, capsys: Capsys) -> Non
         assert len(lines) == 4
         assert all(line.startswith("ok: ") for line in lines)
     lines = succeed(capsys, "verify", folded, "--source", model).out.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 7
 
 
 def test_inspect_model(model: Path, capsys: Capsys) -> None:
