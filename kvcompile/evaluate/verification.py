@@ -11,13 +11,11 @@ from kvcompile.checkpoint import Checkpoint, file_digest, open_checkpoint
 from kvcompile.errors import VerificationError
 from kvcompile.models import Inventory, load_model, load_tokenizer, take_inventory
 from kvcompile.models.agreement import (
-    KL_TOLERANCE,
-    LOGITS_TOLERANCE,
-    PROJECTION_TOLERANCE,
     LogitAgreement,
+    check_logits,
+    check_projections,
     compare_logits,
     logits_of,
-    projection_error,
     projections,
 )
 
@@ -151,14 +149,7 @@ def _check_projections(original: Checkpoint, converted: Checkpoint, inventory: I
         if layer.index not in compiled:
             continue
         source = projections(original, layer)
-        error = projection_error(layer, source, projections(converted, layer))
-        tolerance = PROJECTION_TOLERANCE[source[layer.v_weight].dtype]
-        if not error <= tolerance:
-            raise VerificationError(
-                f"layer {layer.index}: {layer.v_weight} and {layer.o_weight} do not compute what the source computes "
-                f"(relative error {error:.1e}, allowed {tolerance:.0e})"
-            )
-        worst = max(worst, error)
+        worst = max(worst, check_projections(layer, source, projections(converted, layer)))
     return f"value projections compute what the source computes in every layer (largest relative error {worst:.1e})"
 
 
@@ -168,15 +159,8 @@ def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifac
     ids = tokenize_corpus(read_corpus(None), tokenizer, length, length)[0]
     reference = logits_of(load_model(original.path, "sdpa"), ids)
     agreement = compare_logits(reference, logits_of(load_model(converted.path, "sdpa"), ids))
-    exact = {converted.load(name).dtype for name in artifact.manifest.weights.projections} <= {torch.float32}
-    if exact and not agreement.relative_error <= LOGITS_TOLERANCE:
-        raise VerificationError(
-            f"logits differ from {original.path} by {agreement.relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}"
-        )
-    if not exact and not agreement.kl <= KL_TOLERANCE:
-        raise VerificationError(
-            f"logits differ from {original.path} by a KL of {agreement.kl:.1e} nats per token, allowed {KL_TOLERANCE:.0e}"
-        )
+    dtypes = {converted.load(name).dtype for name in artifact.manifest.weights.projections}
+    check_logits(agreement, dtypes, original.path)
     return agreement
 
 

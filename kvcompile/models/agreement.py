@@ -1,12 +1,14 @@
 """Do two versions of a model say the same? Compared at one layer's projections, and at the logits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcompile.checkpoint import Checkpoint
+from kvcompile.errors import VerificationError
 from kvcompile.models.inventory import AttentionLayer
 from kvcompile.models.precision import Float32Compute
 
@@ -57,6 +59,31 @@ def projection_error(layer: AttentionLayer, source: dict[str, Tensor], edited: d
     x = torch.randn(16, source[layer.v_weight].shape[1], dtype=torch.float64, generator=generator)
     before, after = _contribution(layer, source, x), _contribution(layer, edited, x)
     return float((after - before).norm() / before.norm().clamp_min(1e-300))
+
+
+def check_projections(layer: AttentionLayer, source: dict[str, Tensor], edited: dict[str, Tensor]) -> float:
+    """The `projection_error` of a layer; raises VerificationError when it is more than rounding to the stored dtype."""
+    error = projection_error(layer, source, edited)
+    tolerance = PROJECTION_TOLERANCE.get(source[layer.v_weight].dtype, PROJECTION_TOLERANCE[torch.float32])
+    if not error <= tolerance:
+        raise VerificationError(
+            f"layer {layer.index}: {layer.v_weight} and {layer.o_weight} do not compute what the source computes "
+            f"(relative error {error:.1e}, allowed {tolerance:.0e})"
+        )
+    return error
+
+
+def check_logits(agreement: LogitAgreement, dtypes: set[torch.dtype], source: Path) -> None:
+    """Raise VerificationError unless folded weights stored in `dtypes` give the logits of the model at `source`."""
+    if dtypes & {torch.float16, torch.bfloat16}:
+        if not agreement.kl <= KL_TOLERANCE:
+            raise VerificationError(
+                f"logits differ from {source} by a KL of {agreement.kl:.1e} nats per token, allowed {KL_TOLERANCE:.0e}"
+            )
+    elif not agreement.relative_error <= LOGITS_TOLERANCE:
+        raise VerificationError(
+            f"logits differ from {source} by {agreement.relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}"
+        )
 
 
 def projections(checkpoint: Checkpoint, layer: AttentionLayer) -> dict[str, Tensor]:

@@ -7,17 +7,8 @@ import torch
 
 from kvcompile.calibration import OBSERVER, read_corpus, tokenize_corpus
 from kvcompile.checkpoint import DTYPES
-from kvcompile.errors import VerificationError
 from kvcompile.models import load_model, load_tokenizer
-from kvcompile.models.agreement import (
-    KL_TOLERANCE,
-    LOGITS_TOLERANCE,
-    PROJECTION_TOLERANCE,
-    compare_logits,
-    logits_of,
-    projection_error,
-    projections,
-)
+from kvcompile.models.agreement import check_logits, check_projections, compare_logits, logits_of, projections
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.fold import fold_edits
 from kvcompile.passes.ir import IR
@@ -53,7 +44,8 @@ class VerifyPass:
         before = logits_of(model, ids)
         worst = self._apply_and_probe(ir, context, model)
         found = compare_logits(before, logits_of(model, ids))
-        self._judge(ir, found.relative_error, found.kl)
+        dtypes = {DTYPES[ir.checkpoint.entries[fold.tensor].dtype] for fold in ir.folds}
+        check_logits(found, dtypes, ir.checkpoint.path)
         summary = {"fold_projection_error": worst, "fold_logit_error": found.relative_error, "fold_kl": found.kl}
         return PassResult(replace(ir, summary={**ir.summary, **summary}), modified=True)
 
@@ -69,29 +61,8 @@ class VerifyPass:
         for layer in context.track(ir.layers().compiled, "verify", "layer", lambda _: 1):
             source = projections(ir.checkpoint, layer)
             edited = {name: edits[name](tensor).to(tensor.dtype) for name, tensor in source.items()}
-            error = projection_error(layer, source, edited)
-            tolerance = PROJECTION_TOLERANCE[source[layer.v_weight].dtype]
-            if not error <= tolerance:
-                raise VerificationError(
-                    f"layer {layer.index}: folding {layer.v_weight} and {layer.o_weight} changes what they compute "
-                    f"(relative error {error:.1e}, allowed {tolerance:.0e}); nothing was written"
-                )
-            worst = max(worst, error)
+            worst = max(worst, check_projections(layer, source, edited))
             with torch.no_grad():
                 for name, tensor in edited.items():
                     parameters[name].copy_(tensor)
         return worst
-
-    @staticmethod
-    def _judge(ir: IR, relative_error: float, kl: float) -> None:
-        exact = DTYPES[ir.checkpoint.entries[ir.folds[0].tensor].dtype] == torch.float32
-        if exact and not relative_error <= LOGITS_TOLERANCE:
-            raise VerificationError(
-                f"the folded logits differ from the source by {relative_error:.1e} (relative), "
-                f"allowed {LOGITS_TOLERANCE:.0e}; nothing was written"
-            )
-        if not exact and not kl <= KL_TOLERANCE:
-            raise VerificationError(
-                f"the folded model differs from the source by a KL of {kl:.1e} nats per token, "
-                f"allowed {KL_TOLERANCE:.0e}; nothing was written"
-            )
