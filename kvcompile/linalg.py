@@ -97,3 +97,11 @@ def eigenbasis(c_KDD: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = values.flip(-1), vectors.flip(-1)
     largest = vectors.abs().argmax(dim=-2, keepdim=True)
     return values, vectors * vectors.gather(-2, largest).sign()
+
+
+@cache
+def random_orthogonal(order: int, seed: int) -> Tensor:
+    """A random orthogonal matrix, Haar distributed, float64: the Q factor of a Gaussian matrix with R's diagonal positive."""
+    gaussian = torch.randn(order, order, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    q, r = torch.linalg.qr(gaussian)
+    return q * r.diagonal().sign()

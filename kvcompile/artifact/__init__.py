@@ -5,6 +5,7 @@ from kvcompile.artifact.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
     CalibrationRecord,
+    CorrectionRecord,
     LayerRecord,
     Manifest,
     Producer,
@@ -12,8 +13,10 @@ from kvcompile.artifact.manifest import (
     Sidecar,
     Source,
     Weights,
+    correction_record,
     manifest_schema,
     read_manifest,
+    row_record,
 )
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "SIDECAR_NAME",
     "Artifact",
     "CalibrationRecord",
+    "CorrectionRecord",
     "LayerRecord",
     "Manifest",
     "Producer",
@@ -28,8 +32,10 @@ __all__ = [
     "Sidecar",
     "Source",
     "Weights",
+    "correction_record",
     "manifest_schema",
     "open_artifact",
     "orthogonality_error",
     "read_manifest",
+    "row_record",
 ]

@@ -10,11 +10,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcompile.artifact.manifest import MANIFEST_NAME, SIDECAR_NAME, Manifest, read_manifest
+from kvcompile.artifact.manifest import (
+    MANIFEST_NAME,
+    SIDECAR_NAME,
+    Manifest,
+    correction_record,
+    read_manifest,
+    row_record,
+)
 from kvcompile.checkpoint import Checkpoint, file_digest, tensor_bytes
 from kvcompile.errors import ArtifactError, CheckpointError
-from kvcompile.scheme import group_size
-from kvcompile.scheme.model import Identity
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class Artifact:
         except SafetensorError as error:
             raise ArtifactError(f"{path} is no valid safetensors file; convert the model again") from error
 
-    def rotation(self, name: str | None) -> Tensor | None:
-        """A rotation ``[K, D, D]`` float32 by its sidecar name; None for the identity."""
+    def tensor(self, name: str | None) -> Tensor | None:
+        """A sidecar tensor by its name; None for None."""
         if name is not None and name not in self.tensors:
             raise ArtifactError(
                 f"sidecar tensor {name} is missing from {self.directory / SIDECAR_NAME}; convert the model again"
@@ -86,28 +91,24 @@ def _inconsistency(manifest: Manifest) -> str | None:
         return "layers are missing or out of order"
     if not manifest.weights.files or len(manifest.weights.projections) < 2 * len(manifest.compiled):
         return "hashes of weights are missing"
-    folded = manifest.weights.mode == "fold" and manifest.scheme.folds_values()
     for layer in manifest.layers:
         if (layer.key is None) != (layer.value is None) or (layer.key is None) != bool(layer.reason):
             return f"layer {layer.index} is compiled in part"
-        for half, scheme, row in (
-            ("key", manifest.scheme.key, layer.key),
-            ("value", manifest.scheme.value, layer.value),
-        ):
-            if row is None:
-                continue
-            expected = None if isinstance(scheme.rotation, Identity) else f"layers.{layer.index}.{half}.rotation"
-            if row.rotation != expected:
-                return f"layer {layer.index}: {half} rotation is {row.rotation}, the scheme implies {expected}"
-            if row.apply != ("folded" if folded and half == "value" else "online"):
-                return f"layer {layer.index}: {half} rotation is said to be {row.apply}, which the scheme and weights exclude"
-            quantizer = scheme.quantizer
-            if (row.bits, row.group_size) != (quantizer.bits, group_size(quantizer, layer.head_dim)):
-                return (
-                    f"layer {layer.index}: {half} has {row.bits} bits in groups of {row.group_size}, unlike the scheme"
-                )
-            if row.rotation is not None and row.rotation not in manifest.sidecar.shapes:
-                return f"layer {layer.index}: sidecar tensor {row.rotation} is not listed"
+        if layer.key is None or layer.value is None:
+            continue
+        scheme = manifest.scheme.layer(layer.index)
+        folded = manifest.weights.mode == "fold" and scheme.folds_values()
+        for half, wanted, row in (("key", scheme.key, layer.key), ("value", scheme.value, layer.value)):
+            expected = row_record(layer.index, half, wanted, layer.head_dim, row.clip_ratio, folded and half == "value")
+            for field, value in expected:
+                if getattr(row, field) != value:
+                    return f"layer {layer.index}: {half} {field} is {getattr(row, field)}, the scheme implies {value}"
+            if missing := set(row.tensors()) - set(manifest.sidecar.shapes):
+                return f"layer {layer.index}: sidecar tensor {min(missing)} is not listed"
+        if layer.page_tokens != scheme.window.block:
+            return f"layer {layer.index}: pages hold {layer.page_tokens} tokens, the scheme implies {scheme.window.block}"
+        if layer.correction != correction_record(layer.index, scheme):
+            return f"layer {layer.index}: its correction is not the one that the scheme implies"
     return None
 
 

@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcompile.codec import PageFormat, RowFormat
 from kvcompile.errors import ArtifactError
-from kvcompile.scheme import Scheme
+from kvcompile.scheme import Scheme, group_size
+from kvcompile.scheme.model import Identity, LayerScheme, LinearCorrection, RowCodec, TokenScale
 
 MANIFEST_NAME = "kvcompile.json"
 SIDECAR_NAME = "kvcompile.safetensors"
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
 
 
 class Record(BaseModel):
@@ -57,31 +58,100 @@ class Weights(Record):
 class Encoding(Record):
     """The byte-level rules, in words; `docs/manifest.md` has the full specification."""
 
-    page_tokens: Literal[64] = 64
-    page_layout: str = "key codes [64][D/n], value codes transposed [D/n][64], key meta [N][64], value meta [N][64]"
+    page_layout: str = (
+        "T = page_tokens of the layer: key codes [T][D/n], value codes transposed [D/n][T], key meta, value meta, "
+        "key norms bf16 [T], key centroids int16 [T], value centroids int16 [T]; meta are [N][T] by groups of channels, "
+        "or with axis channel [T/group_size][D]"
+    )
     packing: str = "n = 8/bits codes per byte; byte j = sum_i code[j + i*D/n] << (bits*i)"
-    metadata: str = "int32 little endian: bf16 zero_point << 16 | bf16 scale"
-    dequantize: str = "x = (code - zero_point) * scale"
+    metadata: str = "int32 little endian: bf16 zero_point << 16 | bf16 scale; without zero point bf16 scale"
+    dequantize: str = "x = ((code - zero_point) * scale + centroid) * norm; without zero point x = level[code] * scale"
     rounding: str = (
         "scale = bf16((hi - lo) / (2^bits - 1)); zero_point = bf16(0 - lo / scale); "
         "code = rint(clip(x / scale + zero_point, 0, 2^bits - 1)), ties to even"
+    )
+    error_feedback: str = (
+        "channels in order; code of x_i - f_i * delta / 64 with f_i = sum_{j<i} e_j * 64 U_ji, "
+        "e_j = clip(rint((x_hat_j - x_j) / delta), -511, 511), delta = 2^(floor(log2(largest scale of the row)) - 6)"
     )
     clip: str = "tau = sort(|row|)[min(int(ratio * D), D - 1)] over the whole rotated head; x = clip(x, -tau, tau)"
     constant_group: str = "a group whose scale is below 1e-30 has scale |lo| (1 if 0), zero_point -lo / scale, codes 0"
     window: str = (
         "the first `sink` and at least the last `recent` tokens stay bf16, rotated; history leaves in whole pages"
     )
-    rotation: str = "row vectors: x_rotated = x @ R, R [num_key_value_heads, D, D] float32, then rounded to bf16"
+    rotation: str = (
+        "row vectors: x_rotated = x @ R - mean, R [num_key_value_heads, D, D] float32, then rounded to bf16; "
+        "the mean of values is added to the attention output"
+    )
 
 
 class RowRecord(Record):
-    """What one layer does to its keys or its values; `rotation` names a sidecar tensor, or is None for the identity."""
+    """What one layer does to its keys or its values; names are of sidecar tensors, None where a step is left out."""
 
     rotation: str | None
     apply: Literal["online", "folded"]
     clip_ratio: float
     bits: int
     group_size: int
+    axis: Literal["token", "channel"] = "token"
+    zero_point: Literal["float", "integer", "none"] = "float"
+    rounding: Literal["nearest", "error_feedback"] = "nearest"
+    token_scale: Literal["none", "l2", "rsqrt", "max", "mean_abs"] = "none"
+    norm_scope: Literal["head", "token"] = "head"
+    num_centroids: int = 0
+    mean: str | None = None
+    feedback: str | None = None
+    centroids: str | None = None
+
+    def row_format(self, head_dim: int) -> RowFormat:
+        """How rows are coded."""
+        return RowFormat(
+            head_dim, self.bits, self.group_size, self.clip_ratio, self.axis, self.zero_point, self.rounding,
+            self.token_scale, self.norm_scope, self.num_centroids,
+        )  # fmt: skip
+
+    def tensors(self) -> list[str]:
+        """Names of the sidecar tensors that this half needs."""
+        return [name for name in (self.rotation, self.mean, self.feedback, self.centroids) if name is not None]
+
+
+class CorrectionRecord(Record):
+    """Sidecar tensors of a layer's trained feature maps: ``[num_heads, D, F]`` and ``[num_key_value_heads, D, F]``."""
+
+    query: str
+    key: str
+
+
+def row_record(index: int, half: str, row: RowCodec, head_dim: int, clip_ratio: float, folded: bool) -> RowRecord:
+    """What a scheme's half comes to in layer `index`, given the calibrated clip ratio."""
+
+    def name(tensor: str, wanted: bool) -> str | None:
+        return f"layers.{index}.{half}.{tensor}" if wanted else None
+
+    quantizer, scale = row.quantizer, row.token_scale
+    return RowRecord(
+        rotation=name("rotation", not isinstance(row.rotation, Identity)),
+        apply="folded" if folded else "online",
+        clip_ratio=clip_ratio,
+        bits=quantizer.bits,
+        group_size=group_size(quantizer, head_dim),
+        axis=quantizer.axis,
+        zero_point=quantizer.zero_point,
+        rounding=quantizer.rounding,
+        token_scale=scale.kind,
+        norm_scope=scale.scope if isinstance(scale, TokenScale) else "head",
+        num_centroids=row.centroids,
+        mean=name("mean", row.center),
+        feedback=name("feedback", quantizer.rounding == "error_feedback"),
+        centroids=name("centroids", row.centroids > 0),
+    )
+
+
+def correction_record(index: int, scheme: LayerScheme) -> CorrectionRecord | None:
+    """The tensors of a scheme's correction in layer `index`, if it has one."""
+    if not isinstance(scheme.correction, LinearCorrection):
+        return None
+    return CorrectionRecord(query=f"layers.{index}.correction.query", key=f"layers.{index}.correction.key")
 
 
 class LayerRecord(Record):
@@ -95,14 +165,15 @@ class LayerRecord(Record):
     head_dim: int
     key: RowRecord | None
     value: RowRecord | None
+    page_tokens: Literal[64, 128] = 64
+    correction: CorrectionRecord | None = None
     metrics: dict[str, float] = {}
 
     def page_format(self) -> PageFormat:
         """The byte format of this layer's pages; only for compiled layers."""
         assert self.key is not None and self.value is not None
         return PageFormat(
-            RowFormat(self.head_dim, self.key.bits, self.key.group_size, self.key.clip_ratio),
-            RowFormat(self.head_dim, self.value.bits, self.value.group_size, self.value.clip_ratio),
+            self.key.row_format(self.head_dim), self.value.row_format(self.head_dim), self.page_tokens
         )
 
 

@@ -75,15 +75,26 @@ class AttentionSample:
         return cls(q.float(), k.float(), v.float(), float(scaling))
 
 
-SAMPLE_QUERIES = 32
-
-
 @dataclass
 class LayerStatistics:
-    """What one layer has shown: second moments by target, and parts of an attention sample."""
+    """What one layer has shown: second moments by target, sums of keys and values, parts of an attention sample."""
 
     moments: dict[str, Moments]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
     parts: list[AttentionSample] = field(default_factory=list)
+
+    def add_means(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Accumulate the sums of keys and of values, float64 ``[K, D]``."""
+        for name, rows in (("key_mean", k_BKTD), ("value_mean", v_BKTD)):
+            total = rows.sum(dim=(0, 2), dtype=torch.float64)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.tokens += k_BKTD.shape[0] * k_BKTD.shape[2]
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """Second moments and means under the names that the IR uses."""
+        found = {f"layers.{layer}.{target}": moments.mean() for target, moments in self.moments.items()}
+        return found | {f"layers.{layer}.{name}": total.cpu() / self.tokens for name, total in self.sums.items()}
 
     def sample(self) -> AttentionSample:
         """The parts as one sample."""
@@ -94,13 +105,16 @@ class LayerStatistics:
 class Recorder:
     """Collects the statistics of the layers it was made for; other layers pass through unseen. `seconds` is its time.
 
-    `targets` are of query (C_Q), score_value (C_S), key and value. Of the first `sequences` sequences an attention sample
-    of `length` tokens is kept, whose first `head` tokens are the sequence's own first.
+    `targets` are of query (C_Q), score_value (C_S), score_weighted (V^T diag(w) V), key and value. Of the first `sequences`
+    sequences an attention sample of `length` tokens is kept, whose first `head` tokens are the sequence's own first, with
+    the last `queries` queries.
     """
 
-    def __init__(self, layers: dict[int, int], targets: frozenset[str], sequences: int, length: int, head: int):
+    def __init__(
+        self, layers: dict[int, int], targets: frozenset[str], sequences: int, length: int, head: int, queries: int
+    ):
         self.num_kv_of_layer, self.targets = layers, targets
-        self.sequences, self.length, self.head = sequences, length, head
+        self.sequences, self.length, self.head, self.queries = sequences, length, head, queries
         self.layers: dict[int, LayerStatistics] = {}
         self.seconds = 0.0
 
@@ -119,11 +133,13 @@ class Recorder:
         rows: dict[str, Callable[[], Tensor]] = {
             "query": lambda: _rows_per_kv_head(q_BHTD, num_kv),
             "score_value": lambda: _rows_per_kv_head(out_BTHD.transpose(1, 2), num_kv),
+            "score_weighted": lambda: _weighted_values(q_BHTD, k_BKTD, v_BKTD),
             "key": lambda: _rows_per_kv_head(k_BKTD, num_kv),
             "value": lambda: _rows_per_kv_head(v_BKTD, num_kv),
         }
         for target, accumulated in layer.moments.items():
             accumulated.add(rows[target]())
+        layer.add_means(k_BKTD, v_BKTD)
         wanted = self.sequences - sum(len(part.q_SKXD) for part in layer.parts)
         if wanted > 0:
             layer.parts.append(self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling))
@@ -131,7 +147,7 @@ class Recorder:
 
     def _sample(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> AttentionSample:
         """Copies of the first and last tokens, so that the activations themselves can go."""
-        queries = min(SAMPLE_QUERIES, max(q_BHTD.shape[2] // 4, 1))
+        queries = min(self.queries, max(q_BHTD.shape[2] // 4, 1))
         q_BKGnD = q_BHTD[:, :, -queries:].unflatten(1, (k_BKTD.shape[1], -1))
         return AttentionSample(q_BKGnD.flatten(2, 3).cpu().clone(), self._ends(k_BKTD), self._ends(v_BKTD), scaling)
 
@@ -168,6 +184,13 @@ def _observe_attention(
 def _rows_per_kv_head(x_BHTD: Tensor, num_kv: int) -> Tensor:
     """``[B, K G, T, D]`` to ``[K, G B T, D]``: all rows that belong to one KV head."""
     return x_BHTD.unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3, 4).flatten(1, 3)
+
+
+def _weighted_values(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+    """Values ``[K, B T, D]`` times sqrt(w), ``w_t = k_t (Q^T Q) k_t^T`` with mean 1: the public code's value target."""
+    q_KND, k_KND, v_KND = (_rows_per_kv_head(x, k_BKTD.shape[1]).float() for x in (q_BHTD, k_BKTD, v_BKTD))
+    w_KN = ((k_KND @ (q_KND.mT @ q_KND)) * k_KND).sum(-1).clamp_min(0)
+    return v_KND * (w_KN / w_KN.mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()[..., None]
 
 
 AttentionInterface.register(OBSERVER, _observe_attention)

@@ -1,10 +1,11 @@
 """One layer of a packed cache as a kernel sees it, and attention over it in plain torch: the oracle of all backends.
 
 Shapes: B batch rows, K KV heads, G query heads per KV head, H = K G, D head_dim, P pages in the pool,
-N page-table columns, S sink slots, W ring slots (a multiple of 64), X page bytes.
+N page-table columns, S sink slots, W ring slots (a multiple of the page's tokens), X page bytes.
 
 A row of n tokens stores token i at sink slot i while i < S. Every later token has the history index h = i - S; the
-first 64 `num_pages` of these live in pages, the rest in the ring at slot h % W. So one row's order is: sink, pages, ring.
+first ``fmt.tokens num_pages`` of these live in pages, the rest in the ring at slot h % W. So one row's order is: sink,
+pages, ring.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcompile.codec.page import PAGE_TOKENS, PageFormat, decode_pages
+from kvcompile.codec.page import NO_PAGE_TABLES, PageFormat, PageTables, decode_pages
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,15 @@ class LayerCache:
     sink_v_BKSD: Tensor
     recent_k_BKWD: Tensor
     recent_v_BKWD: Tensor
+    tables: PageTables = NO_PAGE_TABLES
 
     def dense_row(self, row: int) -> tuple[Tensor, Tensor]:
         """All keys and values of one batch row in order of position, decoded, float32 ``[K, n, D]`` each."""
         num_tokens, num_pages = int(self.num_tokens_B[row]), int(self.num_pages_B[row])
         num_sink = min(num_tokens, self.sink_k_BKSD.shape[2])
         ids = self.table_BN[row, :num_pages].long()
-        k_NKTD, v_NKTD = decode_pages(self.pages_PKX[ids], self.fmt)
-        first = PAGE_TOKENS * num_pages
+        k_NKTD, v_NKTD = decode_pages(self.pages_PKX[ids], self.fmt, self.tables)
+        first = self.fmt.tokens * num_pages
         slots = torch.arange(first, max(num_tokens - num_sink, first), device=ids.device) % self.recent_k_BKWD.shape[2]
         k = [
             self.sink_k_BKSD[row, :, :num_sink],
@@ -50,16 +52,19 @@ class LayerCache:
         return torch.cat([x.float() for x in k], dim=1), torch.cat([x.float() for x in v], dim=1)
 
 
-def attend_layer(q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
-    """Attention of one new token per row over everything in the layer; float32 ``[B, H, D]`` in the rotated value basis.
+def attend_layer(q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention of one new token per row over everything in the layer, in the rotated value basis.
 
-    `q_BHD` holds rotated queries. A row without tokens gives zeros.
+    `q_BHD` holds rotated queries. Returns the output float32 ``[B, H, D]`` and the log of the softmax denominator ``[B, H]``;
+    a row without tokens gives zeros and minus infinity.
     """
     out_BHD = torch.zeros(q_BHD.shape, dtype=torch.float32, device=q_BHD.device)
+    lse_BH = torch.full(q_BHD.shape[:2], -torch.inf, device=q_BHD.device)
     for row in range(q_BHD.shape[0]):
         k_KTD, v_KTD = layer.dense_row(row)
         if k_KTD.shape[1]:
             q_KGD = q_BHD[row].float().unflatten(0, (k_KTD.shape[0], -1))
-            weights_KGT = (q_KGD @ k_KTD.transpose(1, 2) * scaling).softmax(dim=-1)
-            out_BHD[row] = (weights_KGT @ v_KTD).flatten(0, 1)
-    return out_BHD
+            logits_KGT = q_KGD @ k_KTD.transpose(1, 2) * scaling
+            out_BHD[row] = (logits_KGT.softmax(dim=-1) @ v_KTD).flatten(0, 1)
+            lse_BH[row] = logits_KGT.logsumexp(dim=-1).flatten()
+    return out_BHD, lse_BH

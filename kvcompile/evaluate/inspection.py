@@ -64,7 +64,7 @@ def inspect(path: str | Path, scheme: str | Scheme = "oscar-int2") -> Inspection
     layers = tuple(_inspect_layer(layer, scheme) for layer in inventory.layers)
     packed = [layer for layer in layers if not layer.reason]
     bits = {
-        label: sum(bits_per_element(scheme, x.head_dim, tokens) for x in packed) / max(len(packed), 1)
+        label: sum(bits_per_element(scheme.layer(x.index), x.head_dim, tokens) for x in packed) / max(len(packed), 1)
         for label, tokens in CONTEXTS.items()
     }
     return Inspection(
@@ -87,7 +87,7 @@ def _inspect_layer(layer: AttentionLayer, scheme: Scheme) -> LayerInspection:
             check_fit(scheme, layer)
         except SchemeError as error:
             reason = str(error)
-    bits = [history_bits(row.quantizer, layer.head_dim) for _, row in scheme.rows()]
+    bits = [history_bits(row, layer.head_dim) for _, row in scheme.layer(layer.index).rows()]
     packed = float(dense) if reason else elements * sum(bits) / 8
     return LayerInspection(
         layer.index, layer.kind, layer.num_heads, layer.num_key_value_heads, layer.head_dim, reason, dense, packed

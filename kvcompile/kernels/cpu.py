@@ -101,7 +101,12 @@ def attend(q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
 
 def supports(fmt: PageFormat) -> bool:
     """Whether the kernel can read this format: key rows of whole 32-bit words, key groups of whole fours."""
-    return fmt.head_dim * fmt.key.bits % 32 == 0 and fmt.key.group_size % 4 == 0
+    plain = all(
+        row.bits in (2, 4) and row.axis == "token" and row.zero_point != "none" and row.token_scale == "none"
+        and not row.centroids
+        for row in (fmt.key, fmt.value)
+    )  # fmt: skip
+    return plain and fmt.tokens == 64 and fmt.head_dim * fmt.key.bits % 32 == 0 and fmt.key.group_size % 4 == 0
 
 
 @cache

@@ -21,13 +21,14 @@ from kvcompile.passes.memory import release_memory
 class CalibratePass:
     """Collects what the scheme's rotations and clips need (seed 000 section 3), in float64.
 
-    1. Only the targets that the scheme names are collected; the language-model head is not run.
+    1. Only the targets that the scheme names are collected; the language-model head is not run. A scheme that needs no
+       statistics is not calibrated.
     2. Sequences are as long as the scheme asks and the model allows, in batches of about one full sequence.
     3. A non-finite statistic is traced to the weight that causes it where there is one.
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     stored: ClassVar[bool] = True
 
     text: Path | None = None
@@ -36,6 +37,7 @@ class CalibratePass:
     sequence_length: int = 2048
     sample_sequences: int = 2
     sample_length: int = 1024
+    sample_queries: int = 32
     seed: int = 0
 
     def requires(self, ir: IR) -> str | None:
@@ -44,6 +46,8 @@ class CalibratePass:
 
     def run(self, ir: IR, context: Context) -> PassResult:
         """Read the text, run the model, and store ``layers.{i}.{target}`` and the attention samples."""
+        if not ir.scheme.calibrates():
+            return PassResult(ir, modified=False)
         corpus = read_corpus(self.text, self.field, self.seed)
         length = min(self.sequence_length, ir.layers().max_positions)
         sequences = tokenize_corpus(corpus, load_tokenizer(ir.checkpoint.path), self.tokens, length)
@@ -60,7 +64,9 @@ class CalibratePass:
         context.models["source"] = model
         layers = {layer.index: layer.num_key_value_heads for layer in ir.layers().compiled}
         head = min(ir.scheme.window.sink, self.sample_length // 8)
-        recorder = Recorder(layers, ir.scheme.targets(), self.sample_sequences, self.sample_length, head)
+        recorder = Recorder(
+            layers, ir.scheme.targets(), self.sample_sequences, self.sample_length, head, self.sample_queries
+        )
         batches = _batches(sequences, max(1, self.sequence_length // length))
         started = time.perf_counter()
         with torch.inference_mode(), recording(recorder):
@@ -69,7 +75,7 @@ class CalibratePass:
         context.costs["forward"] = time.perf_counter() - started - recorder.seconds
         statistics: dict[str, Tensor] = {}
         for index, layer in sorted(recorder.layers.items()):
-            statistics |= {f"layers.{index}.{target}": moments.mean() for target, moments in layer.moments.items()}
+            statistics |= layer.tensors(index)
             statistics |= layer.sample().tensors(index)
         _refuse_non_finite(ir, statistics)
         record = CalibrationRecord(
@@ -79,6 +85,8 @@ class CalibratePass:
 
     def ensures(self, ir: IR) -> str | None:
         """Every compiled layer was observed."""
+        if not ir.scheme.calibrates():
+            return None
         missing = [x.index for x in ir.layers().compiled if f"layers.{x.index}.sample_k" not in ir.statistics]
         return f"layers {missing} were never observed during calibration" if missing else None
 

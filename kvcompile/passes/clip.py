@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kvcompile.calibration import AttentionSample
-from kvcompile.codec import RowFormat, dequantize_rows, quantize_rows
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
+from kvcompile.passes.coding import HalfCoding, history_slice
+from kvcompile.passes.feedback import output_gram
 from kvcompile.passes.ir import IR
-from kvcompile.scheme import RowCodec, Window, group_size
-from kvcompile.scheme.model import QuantileClip
+from kvcompile.scheme import RowCodec
+from kvcompile.scheme.model import Half, QuantileClip
 
 CANDIDATES = (0.80, 0.82, 0.84, 0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
 START = CANDIDATES.index(0.94)
@@ -34,16 +35,17 @@ class ClipPass:
     """
 
     name: ClassVar[str] = "clip"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     stored: ClassVar[bool] = True
 
     def requires(self, ir: IR) -> str | None:
         """Attention samples wherever a ratio is to be calibrated."""
         if ir.inventory is None:
             return "the inventory pass must come first"
-        for half, row in ir.scheme.rows():
-            if _is_calibrated(row) and not ir.statistics:
-                return f"{half}.clip.ratio is to be calibrated, so the calibrate pass must come first"
+        for layer in ir.inventory.compiled:
+            for half, row in ir.scheme.layer(layer.index).rows():
+                if _is_calibrated(row) and not ir.statistics:
+                    return f"{half}.clip.ratio is to be calibrated, so the calibrate pass must come first"
         return None
 
     def run(self, ir: IR, context: Context) -> PassResult:
@@ -53,13 +55,12 @@ class ClipPass:
             sample = AttentionSample.restore(ir.statistics, layer.index)
             outputs = None if sample is None else OutputError(ir, layer, sample)
             found: dict[str, float] = {}
-            for half, row in ir.scheme.rows():
+            for half, row in ir.scheme.layer(layer.index).rows():
                 ratio = getattr(row.clip, "ratio", 1.0)
                 if outputs is not None:
-                    r_KDD = ir.tensors.get(f"layers.{layer.index}.{half}.rotation")
-                    error = partial(outputs, half, row, r_KDD)
+                    error = partial(_error_at, ir, layer, half, outputs)
                     ratio, smallest = search(error) if _is_calibrated(row) else (ratio, error(ratio))
-                    found[f"{half}_residual_before"] = outputs(half, row, None, 1.0)
+                    found[f"{half}_residual_before"] = outputs(half, HalfCoding.plain(layer, row))
                     found[f"{half}_residual_after"] = smallest
                 found[f"{half}_clip"] = ratio
                 tensors[f"layers.{layer.index}.{half}.clip_ratio"] = torch.tensor(ratio, dtype=torch.float64)
@@ -69,7 +70,7 @@ class ClipPass:
     def ensures(self, ir: IR) -> str | None:
         """Every compiled layer has both ratios, in (0, 1]."""
         for layer in ir.layers().compiled:
-            for half, _ in ir.scheme.rows():
+            for half in ("key", "value"):
                 ratio = ir.tensors.get(f"layers.{layer.index}.{half}.clip_ratio")
                 if ratio is None or not 0 < float(ratio) <= 1:
                     return f"layer {layer.index} has no valid {half} clip ratio"
@@ -109,21 +110,17 @@ class OutputError:
     """
 
     def __init__(self, ir: IR, layer: AttentionLayer, sample: AttentionSample):
-        self.sample, self.head_dim = sample, layer.head_dim
-        self.history = history_slice(ir.scheme.window, sample.k_SKTD.shape[2])
-        self.gram_KDD = _output_gram(ir, layer)
+        self.sample = sample
+        self.history = history_slice(ir.scheme.layer(layer.index).window, sample.k_SKTD.shape[2])
+        self.gram_KDD = output_gram(ir, layer).float()
         self.weights_SKXT = self._attend(sample.k_SKTD)
         self.norm = self._weigh(self.weights_SKXT @ sample.v_SKTD)
 
-    def __call__(self, half: str, row: RowCodec, r_KDD: Tensor | None, ratio: float) -> float:
-        """The error with this rotation (None is the identity) and clip ratio."""
-        fmt = RowFormat(self.head_dim, row.quantizer.bits, group_size(row.quantizer, self.head_dim), ratio)
+    def __call__(self, half: str, coding: HalfCoding) -> float:
+        """The error when history is stored with this coding."""
         rows = self.sample.k_SKTD if half == "key" else self.sample.v_SKTD
-        exact = rows[:, :, self.history]
-        rotated = (exact if r_KDD is None else exact @ r_KDD).bfloat16()
-        decoded = dequantize_rows(*quantize_rows(rotated, fmt))
         quantized = rows.clone()
-        quantized[:, :, self.history] = decoded if r_KDD is None else decoded @ r_KDD.mT
+        quantized[:, :, self.history] = coding(rows[:, :, self.history])
         if half == "key":
             change = (self._attend(quantized) - self.weights_SKXT) @ self.sample.v_SKTD
         else:
@@ -137,16 +134,8 @@ class OutputError:
         return float(((change_SKXD @ self.gram_KDD) * change_SKXD).sum().clamp_min(1e-30))
 
 
-def history_slice(window: Window, tokens: int) -> slice:
-    """The tokens of a sample that are quantized; in a short sample the exact windows shrink to leave it some history."""
-    return slice(min(window.sink, tokens // 8), tokens - min(window.recent, tokens // 4))
-
-
-def _output_gram(ir: IR, layer: AttentionLayer) -> Tensor:
-    """``[K, D, D]``: ``sum_h W_O,h^T W_O,h`` over the query heads h of each KV head."""
-    w_OKGD = ir.checkpoint.load(layer.o_weight).float().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
-    w_KXD = w_OKGD.permute(1, 0, 2, 3).flatten(1, 2)
-    return w_KXD.mT @ w_KXD
+def _error_at(ir: IR, layer: AttentionLayer, half: Half, outputs: OutputError, ratio: float) -> float:
+    return outputs(half, HalfCoding.of(ir, layer, half, ratio))
 
 
 def _is_calibrated(row: RowCodec) -> bool:

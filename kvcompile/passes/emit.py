@@ -18,16 +18,22 @@ from kvcompile.artifact import (
     Sidecar,
     Source,
     Weights,
+    correction_record,
+    row_record,
 )
 from kvcompile.artifact.report import model_card, report_html
 from kvcompile.checkpoint import copy_companions, file_digest, tensor_bytes, write_patched
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
+from kvcompile.passes.center import CenterPass
+from kvcompile.passes.centroids import CentroidsPass
 from kvcompile.passes.clip import ClipPass
+from kvcompile.passes.correction import CorrectionPass
+from kvcompile.passes.feedback import FeedbackPass
 from kvcompile.passes.fold import fold_edits
 from kvcompile.passes.ir import IR
 from kvcompile.passes.rotations import RotationsPass
-from kvcompile.scheme import RowCodec, bits_per_element, group_size
+from kvcompile.scheme import RowCodec, bits_per_element
 from kvcompile.version import __version__
 
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
@@ -48,9 +54,12 @@ class EmitPass:
     stored: ClassVar[bool] = False
 
     def requires(self, ir: IR) -> str | None:
-        """What the rotations and clip passes ensure."""
-        if ir.inventory is None or RotationsPass().ensures(ir) or ClipPass().ensures(ir):
-            return "the rotations and clip passes must come first"
+        """What the passes before it ensure, so that no tensor of the scheme is missing."""
+        if ir.inventory is None:
+            return "the inventory pass must come first"
+        for needed in (RotationsPass(), CenterPass(), CentroidsPass(), FeedbackPass(), ClipPass(), CorrectionPass()):
+            if needed.ensures(ir):
+                return f"the {needed.name} pass must come first"
         return None
 
     def run(self, ir: IR, context: Context) -> PassResult:
@@ -60,7 +69,7 @@ class EmitPass:
         save_file({name: ir.tensors[name] for name in sorted(ir.tensors)}, out / SIDECAR_NAME)
         (out / SIDECAR_NAME).chmod(0o644)
         mean_bits = {
-            label: sum(bits_per_element(ir.scheme, x.head_dim, tokens) for x in ir.layers().compiled)
+            label: sum(bits_per_element(ir.scheme.layer(x.index), x.head_dim, tokens) for x in ir.layers().compiled)
             / len(ir.layers().compiled)
             for label, tokens in CONTEXTS.items()
         }
@@ -113,6 +122,8 @@ class EmitPass:
 
 
 def _layer_record(ir: IR, layer: AttentionLayer) -> LayerRecord:
+    scheme = ir.scheme.layer(layer.index)
+    folded = layer.index in {fold.layer for fold in ir.folds}
     return LayerRecord(
         index=layer.index,
         kind=layer.kind,
@@ -120,18 +131,14 @@ def _layer_record(ir: IR, layer: AttentionLayer) -> LayerRecord:
         num_heads=layer.num_heads,
         num_key_value_heads=layer.num_key_value_heads,
         head_dim=layer.head_dim,
-        key=_row_record(ir, layer, "key", ir.scheme.key, folded=False) if layer.compiled else None,
-        value=_row_record(ir, layer, "value", ir.scheme.value, folded=bool(ir.folds)) if layer.compiled else None,
+        key=_row_record(ir, layer, "key", scheme.key, folded=False) if layer.compiled else None,
+        value=_row_record(ir, layer, "value", scheme.value, folded) if layer.compiled else None,
+        page_tokens=scheme.window.block,
+        correction=correction_record(layer.index, scheme) if layer.compiled else None,
         metrics={name: round(value, 6) for name, value in ir.metrics.get(layer.index, {}).items()},
     )
 
 
 def _row_record(ir: IR, layer: AttentionLayer, half: str, row: RowCodec, folded: bool) -> RowRecord:
-    rotation = f"layers.{layer.index}.{half}.rotation"
-    return RowRecord(
-        rotation=rotation if rotation in ir.tensors else None,
-        apply="folded" if folded else "online",
-        clip_ratio=float(ir.tensors[f"layers.{layer.index}.{half}.clip_ratio"]),
-        bits=row.quantizer.bits,
-        group_size=group_size(row.quantizer, layer.head_dim),
-    )
+    ratio = float(ir.tensors[f"layers.{layer.index}.{half}.clip_ratio"])
+    return row_record(layer.index, half, row, layer.head_dim, ratio, folded)

@@ -29,18 +29,17 @@ class FoldPass:
 
     def requires(self, ir: IR) -> str | None:
         """Rotations for every compiled layer, if values are to be folded."""
-        missing = self._wanted(ir) and any(_rotation(ir, layer) is None for layer in ir.layers().compiled)
+        missing = any(_rotation(ir, layer) is None for layer in self._wanted(ir))
         return "the rotations pass must come first" if missing else None
 
     def run(self, ir: IR, context: Context) -> PassResult:
         """Plan one edit per tensor."""
         folds: list[Fold] = []
-        if self._wanted(ir):
-            for layer in ir.layers().compiled:
-                folds.append(Fold(layer.v_weight, layer.index, "v_weight"))
-                if layer.v_bias:
-                    folds.append(Fold(layer.v_bias, layer.index, "v_bias"))
-                folds.append(Fold(layer.o_weight, layer.index, "o_weight"))
+        for layer in self._wanted(ir):
+            folds.append(Fold(layer.v_weight, layer.index, "v_weight"))
+            if layer.v_bias:
+                folds.append(Fold(layer.v_bias, layer.index, "v_bias"))
+            folds.append(Fold(layer.o_weight, layer.index, "o_weight"))
         for fold in folds:
             if not ir.checkpoint.load(fold.tensor).float().isfinite().all():
                 raise CheckpointError(
@@ -59,8 +58,10 @@ class FoldPass:
         return f"layer {torn[0]} would be folded on one side only" if torn else None
 
     @staticmethod
-    def _wanted(ir: IR) -> bool:
-        return ir.scheme.folds_values() and ir.weights == "fold"
+    def _wanted(ir: IR) -> list[AttentionLayer]:
+        """The layers whose value rotation is to be folded."""
+        layers = ir.layers().compiled if ir.weights == "fold" else ()
+        return [layer for layer in layers if ir.scheme.layer(layer.index).folds_values()]
 
 
 def fold_edits(ir: IR) -> dict[str, Edit]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from kvcompile.errors import SchemeError
 from kvcompile.linalg import is_hadamard_order
-from kvcompile.models import AttentionLayer, take_inventory
+from kvcompile.models import AttentionLayer, Inventory, take_inventory
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.ir import IR
 from kvcompile.scheme import RowCodec, Scheme, group_size
@@ -31,8 +31,7 @@ class InventoryPass:
     def run(self, ir: IR, context: Context) -> PassResult:
         """Take the inventory and check the scheme against each compiled layer."""
         inventory = take_inventory(ir.checkpoint)
-        for layer in inventory.compiled:
-            check_fit(ir.scheme, layer)
+        check_scheme(ir.scheme, inventory)
         return PassResult(replace(ir, inventory=inventory), modified=True)
 
     def ensures(self, ir: IR) -> str | None:
@@ -40,11 +39,22 @@ class InventoryPass:
         return None if ir.inventory and ir.inventory.compiled else "no layer is compiled"
 
 
+def check_scheme(scheme: Scheme, inventory: Inventory) -> None:
+    """Raise SchemeError when `scheme` cannot be applied to some layer, or names one that the model does not have."""
+    if unknown := scheme.overridden_layers() - {layer.index for layer in inventory.layers}:
+        raise SchemeError(
+            f"scheme {scheme.name}: layers has an entry for layer {min(unknown)}, but the model has layers "
+            f"0-{len(inventory.layers) - 1}"
+        )
+    for layer in inventory.compiled:
+        check_fit(scheme, layer)
+
+
 def check_fit(scheme: Scheme, layer: AttentionLayer) -> None:
     """Raise SchemeError when `scheme` cannot be applied to heads of this layer's size."""
-    for half, row in scheme.rows():
+    for half, row in scheme.layer(layer.index).rows():
         group = group_size(row.quantizer, layer.head_dim)
-        if layer.head_dim % group:
+        if row.quantizer.axis == "token" and layer.head_dim % group:
             raise SchemeError(
                 f"scheme {scheme.name}: {half}.quantizer.group_size {group} does not divide head_dim {layer.head_dim} "
                 f"of {layer.prefix}; choose a divisor with --set {half}.quantizer.group_size=..."
@@ -66,8 +76,10 @@ def check_fit(scheme: Scheme, layer: AttentionLayer) -> None:
 
 def _hadamard_order(row: RowCodec, head_dim: int) -> int | None:
     match row.rotation:
-        case Hadamard() | Spectral(hadamard=True):
+        case Hadamard():
             return head_dim
+        case Spectral(hadamard=True, block_size=block):
+            return block or head_dim
         case BlockHadamard(block_size=block):
             return block
         case _:

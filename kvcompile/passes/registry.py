@@ -8,8 +8,12 @@ from typing import Any
 from kvcompile.errors import SchemeError
 from kvcompile.passes.base import Pass
 from kvcompile.passes.calibrate import CalibratePass
+from kvcompile.passes.center import CenterPass
+from kvcompile.passes.centroids import CentroidsPass
 from kvcompile.passes.clip import ClipPass
+from kvcompile.passes.correction import CorrectionPass
 from kvcompile.passes.emit import EmitPass
+from kvcompile.passes.feedback import FeedbackPass
 from kvcompile.passes.fold import FoldPass
 from kvcompile.passes.inventory import InventoryPass
 from kvcompile.passes.rotations import RotationsPass
@@ -31,15 +35,20 @@ def _calibrate(scheme: Scheme, given: CalibrationInput) -> CalibratePass:
     plan = scheme.calibration
     tokens = given.tokens or plan.tokens
     return CalibratePass(
-        given.text, given.field, tokens, plan.sequence_length, plan.sample_sequences, plan.sample_length, given.seed
-    )
+        given.text, given.field, tokens, plan.sequence_length, plan.sample_sequences, plan.sample_length,
+        plan.sample_queries, given.seed,
+    )  # fmt: skip
 
 
 _FACTORIES: dict[str, tuple[type, Callable[[Scheme, CalibrationInput], Pass]]] = {
     "inventory": (InventoryPass, lambda scheme, given: InventoryPass()),
     "calibrate": (CalibratePass, _calibrate),
     "rotations": (RotationsPass, lambda scheme, given: RotationsPass()),
+    "center": (CenterPass, lambda scheme, given: CenterPass()),
+    "centroids": (CentroidsPass, lambda scheme, given: CentroidsPass()),
+    "feedback": (FeedbackPass, lambda scheme, given: FeedbackPass()),
     "clip": (ClipPass, lambda scheme, given: ClipPass()),
+    "correction": (CorrectionPass, lambda scheme, given: CorrectionPass(given.seed)),
     "fold": (FoldPass, lambda scheme, given: FoldPass()),
     "verify": (VerifyPass, lambda scheme, given: VerifyPass()),
     "emit": (EmitPass, lambda scheme, given: EmitPass()),

@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcompile.linalg import bit_reversal, eigenbasis, hadamard
+from kvcompile.linalg import bit_reversal, eigenbasis, hadamard, random_orthogonal
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.ir import IR
-from kvcompile.scheme.model import BlockHadamard, Hadamard, Identity, Rotation, Spectral
+from kvcompile.scheme.model import BlockHadamard, Hadamard, Identity, Random, Rotation, Spectral
 
 TOP = 8
 """Eigenvalues counted in the spectrum concentration (seed 000 A.4 quotes the top eight)."""
@@ -20,25 +20,27 @@ TOP = 8
 class RotationsPass:
     """Builds ``R [K, D, D]`` float32; what the eigenbasis is taken of is the scheme's choice.
 
-    1. Spectral: ``R = U H Pbr`` (seed 000 equation 3); scope `layer` averages the covariance over KV heads first.
-    2. Hadamard and block-diagonal Hadamard need no statistics; the identity emits no tensor.
+    1. Spectral: ``R = U H Pbr`` (seed 000 equation 3), or with order hadamard_first ``R = H U`` (seed 003 equation 11); scope
+       `layer` averages the covariance over KV heads first.
+    2. Hadamard, block-diagonal Hadamard and random rotations need no statistics; the identity emits no tensor.
     3. The sidecar always holds one matrix per KV head, whatever the scope.
     """
 
     name: ClassVar[str] = "rotations"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     stored: ClassVar[bool] = True
 
     def requires(self, ir: IR) -> str | None:
         """Covariances for every spectral rotation."""
         if ir.inventory is None:
             return "the inventory pass must come first"
-        for half, row in ir.scheme.rows():
-            rotation = row.rotation
-            if isinstance(rotation, Spectral) and rotation.eigenbasis:
-                for layer in ir.inventory.compiled:
-                    if f"layers.{layer.index}.{rotation.target}" not in ir.statistics:
-                        return f"{half}.rotation is spectral, so the calibrate pass must come first"
+        for layer in ir.inventory.compiled:
+            for half, row in ir.scheme.layer(layer.index).rows():
+                rotation = row.rotation
+                if not isinstance(rotation, Spectral) or not rotation.eigenbasis:
+                    continue
+                if f"layers.{layer.index}.{rotation.target}" not in ir.statistics:
+                    return f"{half}.rotation is spectral, so the calibrate pass must come first"
         return None
 
     def run(self, ir: IR, context: Context) -> PassResult:
@@ -46,7 +48,7 @@ class RotationsPass:
         tensors, metrics = dict(ir.tensors), {}
         for layer in context.track(ir.layers().compiled, "rotations", "layer", lambda _: 1):
             found: dict[str, float] = {}
-            for half, row in ir.scheme.rows():
+            for half, row in ir.scheme.layer(layer.index).rows():
                 target = getattr(row.rotation, "target", None)
                 covariance = ir.statistics.get(f"layers.{layer.index}.{target}")
                 rotation = solve_rotation(row.rotation, layer, covariance)
@@ -59,8 +61,8 @@ class RotationsPass:
 
     def ensures(self, ir: IR) -> str | None:
         """A rotation for every half that is not the identity, in every compiled layer."""
-        for half, row in ir.scheme.rows():
-            for layer in ir.layers().compiled:
+        for layer in ir.layers().compiled:
+            for half, row in ir.scheme.layer(layer.index).rows():
                 emitted = f"layers.{layer.index}.{half}.rotation" in ir.tensors
                 if emitted == isinstance(row.rotation, Identity):
                     return f"layer {layer.index} has {'an unexpected' if emitted else 'no'} {half} rotation"
@@ -76,16 +78,23 @@ def solve_rotation(rotation: Rotation, layer: AttentionLayer, c_KDD: Tensor | No
         case Hadamard():
             return hadamard(dim).expand(num_kv, dim, dim)
         case BlockHadamard(block_size=block):
-            blocks = torch.kron(torch.eye(dim // block, dtype=torch.float64), hadamard(block))
-            return blocks.expand(num_kv, dim, dim)
+            return _block_hadamard(dim, block).expand(num_kv, dim, dim)
+        case Random(seed=seed):
+            return random_orthogonal(dim, seed).expand(num_kv, dim, dim)
         case Spectral():
-            r_KDD = torch.eye(dim, dtype=torch.float64).expand(num_kv, dim, dim)
+            basis_KDD = torch.eye(dim, dtype=torch.float64).expand(num_kv, dim, dim)
             if rotation.eigenbasis:
                 assert c_KDD is not None
-                r_KDD = eigenbasis(_scoped(c_KDD, rotation.scope))[1].expand(num_kv, dim, dim)
+                basis_KDD = eigenbasis(_scoped(c_KDD, rotation.scope))[1].expand(num_kv, dim, dim)
+            mixing = torch.eye(dim, dtype=torch.float64)
             if rotation.hadamard:
-                r_KDD = r_KDD @ hadamard(dim)
+                mixing = _block_hadamard(dim, rotation.block_size or dim)
+            r_KDD = basis_KDD @ mixing if rotation.order == "eigenbasis_first" else mixing @ basis_KDD
             return r_KDD[..., bit_reversal(dim)] if rotation.permutation == "bit_reversal" else r_KDD
+
+
+def _block_hadamard(dim: int, block: int) -> Tensor:
+    return torch.kron(torch.eye(dim // block, dtype=torch.float64), hadamard(block))
 
 
 def spectrum_concentration(c_KDD: Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcompile.codec import LayerCache, PageFormat, attend_layer, encode_pages
+from kvcompile.codec import NO_PAGE_TABLES, LayerCache, PageFormat, PageTables, attend_layer, encode_pages
 from kvcompile.errors import CacheError
 
 
@@ -23,11 +23,13 @@ class Backend(Protocol):
     def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
         """Rows of H = K G heads times their KV head's rotation; float32 ``[B, H, T, D]``."""
 
-    def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
-        """Encode N blocks of 64 rotated rows per KV head into the pages `ids_N` (int64) of the pool."""
+    def write_pages(
+        self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
+    ) -> None:
+        """Encode N blocks of ``fmt.tokens`` rotated rows per KV head into the pages `ids_N` (int64) of the pool."""
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
-        """Attention of one new token per row over a layer; float32 ``[B, H, D]``."""
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+        """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``."""
 
 
 class CodecBackend:
@@ -40,11 +42,13 @@ class CodecBackend:
         x_BKXD = x_BHTD.float().unflatten(1, (r_KDD.shape[0], -1)).flatten(2, 3)
         return (x_BKXD @ r_KDD).unflatten(2, (-1, x_BHTD.shape[2])).flatten(1, 2)
 
-    def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
+    def write_pages(
+        self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
+    ) -> None:
         """See `Backend.write_pages`."""
-        pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt)
+        pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt, tables)
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         return attend_layer(q_BHD, layer, scaling)
 
@@ -54,15 +58,17 @@ class CpuBackend(CodecBackend):
 
     name = "cpu"
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import cpu
 
+        if not cpu.supports(layer.fmt):
+            return super().attend(q_BHD, layer, scaling)
         return cpu.attend(q_BHD, layer, scaling)
 
 
 class TritonBackend(CodecBackend):
-    """Triton kernels; on CUDA, or anywhere under Triton's interpreter."""
+    """Triton kernels; on CUDA, or anywhere under Triton's interpreter. The codec does what no kernel can yet."""
 
     name = "triton"
 
@@ -72,21 +78,30 @@ class TritonBackend(CodecBackend):
 
         return triton_encode.rotate_rows(x_BHTD, r_KDD, torch.float32)
 
-    def write_pages(self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, pages_PKX: Tensor, ids_N: Tensor) -> None:
+    def write_pages(
+        self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
+    ) -> None:
         """See `Backend.write_pages`."""
         from kvcompile.kernels import triton_encode
 
-        triton_encode.write_pages(k_NKTD, v_NKTD, fmt, pages_PKX, ids_N)
+        if triton_encode.supports(fmt):
+            triton_encode.write_pages(k_NKTD, v_NKTD, fmt, tables, pages_PKX, ids_N)
+        else:
+            super().write_pages(k_NKTD, v_NKTD, fmt, tables, pages_PKX, ids_N)
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import triton_decode
 
+        if not triton_decode.supports(layer.fmt):
+            return super().attend(q_BHD, layer, scaling)
         return triton_decode.attend(q_BHD, layer, scaling)
 
 
 def choose_backend(name: str | None, device: torch.device, formats: Sequence[PageFormat]) -> Backend:
     """The named backend, or the fastest for `device` and `formats`: triton on CUDA, else cpu where it runs, else codec.
+
+    A layer whose format a backend has no kernel for is left to the codec.
 
     Raises CacheError for a name that does not exist or cannot run here.
     """
@@ -110,7 +125,7 @@ def choose_backend(name: str | None, device: torch.device, formats: Sequence[Pag
 def _cpu_kernel_runs(device: torch.device, formats: Sequence[PageFormat]) -> bool:
     from kvcompile.kernels import cpu
 
-    return device.type == "cpu" and all(map(cpu.supports, formats)) and cpu.is_available()
+    return device.type == "cpu" and any(map(cpu.supports, formats)) and cpu.is_available()
 
 
 def _triton_interprets() -> bool:

@@ -15,10 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvcompile.codec import PageFormat
 from kvcompile.errors import CacheError
 from kvcompile.runtime.backend import Backend
-from kvcompile.runtime.store import PackedStore
+from kvcompile.runtime.store import PackedStore, Storage
 
 ATTENTION = "kvcompile"
 """Name under which attention and mask functions are registered: ``attn_implementation=ATTENTION``."""
@@ -26,14 +25,17 @@ ATTENTION = "kvcompile"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What the runtime does to one compiled layer; rotations are ``[K, D, D]`` float32 on the device, None is identity.
+    """What the runtime does to one compiled layer, float32 on the device: rotations ``[K, D, D]``, means ``[K, D]``.
 
-    `value_rotation` is set only where it is applied online: a folded one needs nothing at run time.
+    None is the identity, or zero. `value_rotation` is set only where it is applied online: a folded one needs nothing at run
+    time. Means are of rotated rows; a key's may be left out of every logit, a value's is added to the output again.
     """
 
-    fmt: PageFormat
-    key_rotation: Tensor | None
-    value_rotation: Tensor | None
+    storage: Storage
+    key_rotation: Tensor | None = None
+    value_rotation: Tensor | None = None
+    key_mean: Tensor | None = None
+    value_mean: Tensor | None = None
 
 
 class NewRows:
@@ -79,19 +81,20 @@ class PackedLayer(CacheLayerMixin):
         if self.steps == store.steps:
             store.begin(self._real_tokens(mask_BN, length), batch, length)
         self.steps += 1
-        k_BKTD = self._rotate(rows.k_BKTD, plan.key_rotation).bfloat16()
-        v_BKTD = self._rotate(rows.v_BKTD, plan.value_rotation).bfloat16()
+        k_BKTD = _center(self._rotate(rows.k_BKTD, plan.key_rotation), plan.key_mean).bfloat16()
+        v_BKTD = _center(self._rotate(rows.v_BKTD, plan.value_rotation), plan.value_mean).bfloat16()
         if length == 1:
             store.append(self.position, k_BKTD, v_BKTD)
-            q_BHD = self._rotate(q_BHTD, plan.key_rotation)[:, :, 0]
-            out_BHTD = self.backend.attend(q_BHD, store.layer(self.position), scaling)[:, :, None]
-            out_BHTD = self._unrotate(out_BHTD.to(q_BHTD.dtype))
+            q_rotated = self._rotate(q_BHTD, plan.key_rotation)
+            out_BHD, lse_BH = self.backend.attend(q_rotated[:, :, 0], store.layer(self.position), scaling)
+            out_BHTD = self._correct(out_BHD[:, :, None], lse_BH[:, :, None], q_rotated)
+            out_BHTD = self._restore(out_BHTD, q_BHTD.dtype)
         elif not any(store.num_tokens):
             out_BHTD = self._attend_exactly(q_BHTD, rows, scaling, module)
             store.append(self.position, k_BKTD, v_BKTD)
         else:
             q_rotated = self._rotate(q_BHTD, plan.key_rotation)
-            out_BHTD = self._unrotate(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling).to(q_BHTD.dtype))
+            out_BHTD = self._restore(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling), q_BHTD.dtype)
             store.append(self.position, k_BKTD, v_BKTD)
         self.columns += length
         return out_BHTD.transpose(1, 2).contiguous()
@@ -135,32 +138,49 @@ class PackedLayer(CacheLayerMixin):
     def _attend_chunk(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> Tensor:
         """Several tokens on a stored history: each row's history is decoded, then attended together with the chunk."""
         out_BHTD = torch.zeros_like(q_BHTD)
+        lse_BHT = torch.full(q_BHTD.shape[:3], torch.inf, device=q_BHTD.device)
         stored = self.store.layer(self.position)
         for row, kept in enumerate(self.store.kept):
             columns = slice(None) if kept is None else kept
-            q_HTD = q_BHTD[row, :, columns].float()
+            q_KXD = q_BHTD[row, :, columns].float().unflatten(0, (k_BKTD.shape[1], -1)).flatten(1, 2)
             history_k, history_v = stored.dense_row(row)
             k_KTD = torch.cat([history_k, k_BKTD[row, :, columns].float()], dim=1)
             v_KTD = torch.cat([history_v, v_BKTD[row, :, columns].float()], dim=1)
-            new, total = q_HTD.shape[1], k_KTD.shape[1]
-            groups = q_HTD.shape[0] // k_KTD.shape[0]
-            visible = torch.ones(new, total, dtype=torch.bool, device=q_HTD.device).tril(total - new)
-            out_BHTD[row, :, columns] = nn.functional.scaled_dot_product_attention(
-                q_HTD[None],
-                k_KTD.repeat_interleave(groups, 0)[None],
-                v_KTD.repeat_interleave(groups, 0)[None],
-                visible,
-                scale=scaling,
-            )[0].to(out_BHTD.dtype)
-        return out_BHTD
+            new, total = k_KTD.shape[1] - history_k.shape[1], k_KTD.shape[1]
+            visible_nT = torch.ones(new, total, dtype=torch.bool, device=q_KXD.device).tril(total - new)
+            visible_XT = visible_nT.repeat(q_BHTD.shape[1] // k_BKTD.shape[1], 1)
+            if self.plan.storage.correction is None:
+                out_KXD = nn.functional.scaled_dot_product_attention(
+                    q_KXD[None], k_KTD[None], v_KTD[None], visible_XT, scale=scaling
+                )[0]
+            else:
+                logits_KXT = (q_KXD @ k_KTD.mT * scaling).masked_fill_(~visible_XT, -torch.inf)
+                lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).view(-1, new)
+                out_KXD = logits_KXT.softmax(dim=-1) @ v_KTD
+            out_BHTD[row, :, columns] = out_KXD.view(-1, new, q_BHTD.shape[-1])
+        return self._correct(out_BHTD, lse_BHT, q_BHTD)
+
+    def _correct(self, out_BHTD: Tensor, lse_BHT: Tensor, q_BHTD: Tensor) -> Tensor:
+        """Add the layer's linear correction, if it has one."""
+        correction = self.plan.storage.correction
+        if correction is None:
+            return out_BHTD
+        return self.store.states[self.position].correct(out_BHTD, lse_BHT, q_BHTD, correction)
 
     def _rotate(self, x_BHTD: Tensor, r_KDD: Tensor | None) -> Tensor:
         return x_BHTD.float() if r_KDD is None else self.backend.rotate(x_BHTD, r_KDD)
 
-    def _unrotate(self, out_BHTD: Tensor) -> Tensor:
-        """Back from the online value basis; a folded rotation is undone by W_O."""
-        r_KDD = self.plan.value_rotation
-        return out_BHTD if r_KDD is None else self.backend.rotate(out_BHTD, r_KDD.mT.contiguous()).to(out_BHTD.dtype)
+    def _restore(self, out_BHTD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Back from the basis of the stored values: their mean is added (probabilities sum to 1), an online rotation undone.
+
+        A folded rotation is undone by W_O.
+        """
+        mean_KD, r_KDD = self.plan.value_mean, self.plan.value_rotation
+        if mean_KD is not None:
+            out_BHTD = out_BHTD + mean_KD.repeat_interleave(out_BHTD.shape[1] // mean_KD.shape[0], 0)[:, None]
+        if r_KDD is not None:
+            out_BHTD = self.backend.rotate(out_BHTD.to(dtype), r_KDD.mT.contiguous())
+        return out_BHTD.to(dtype)
 
     # -- what transformers asks of a cache layer -------------------------------------------------------------------
 
@@ -188,6 +208,10 @@ class PackedLayer(CacheLayerMixin):
         raise CacheError("crop the PackedCache, not one of its layers: layers share their page tables")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = crop  # type: ignore[assignment]
+
+
+def _center(x_BKTD: Tensor, mean_KD: Tensor | None) -> Tensor:
+    return x_BKTD if mean_KD is None else x_BKTD - mean_KD[:, None]
 
 
 class PackedCache(Cache):

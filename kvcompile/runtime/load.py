@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcompile.artifact import Artifact, Manifest, open_artifact
+from kvcompile.artifact import Artifact, LayerRecord, Manifest, open_artifact
 from kvcompile.checkpoint import Checkpoint
+from kvcompile.codec import PageTables, RowTables
 from kvcompile.errors import CacheError
 from kvcompile.models import load_model, load_tokenizer
 from kvcompile.runtime.backend import Backend, choose_backend
 from kvcompile.runtime.cache import ATTENTION, LayerPlan, PackedCache, PackedLayer
-from kvcompile.runtime.store import Geometry, PackedStore
+from kvcompile.runtime.correction import Correction
+from kvcompile.runtime.store import Geometry, PackedStore, Storage
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,38 @@ def load(
 def attach(model: PreTrainedModel, artifact: Artifact, backend: str | None = None) -> None:
     """Make `model` (loaded with ``attn_implementation="kvcompile"``) generate with packed caches of `artifact`."""
     device = torch.device(model.device)
-    plans = {}
-    for layer in artifact.manifest.compiled:
-        assert layer.key is not None
-        assert layer.value is not None
-        key, value = artifact.rotation(layer.key.rotation), None
-        if layer.value.apply == "online":
-            value = artifact.rotation(layer.value.rotation)
-        plans[layer.index] = LayerPlan(
-            layer.page_format(), None if key is None else key.to(device), None if value is None else value.to(device)
-        )
+    plans = {layer.index: _plan(artifact, layer, device) for layer in artifact.manifest.compiled}
     compiled: Any = model
     compiled.kvcompile = CompiledCache(
-        artifact.manifest, choose_backend(backend, device, [p.fmt for p in plans.values()]), device, plans
+        artifact.manifest, choose_backend(backend, device, [p.storage.fmt for p in plans.values()]), device, plans
     )
     compiled.generate = types.MethodType(_generate, model)
+
+
+def _plan(artifact: Artifact, layer: LayerRecord, device: torch.device) -> LayerPlan:
+    """What the manifest says about a layer, with its tensors on the device."""
+
+    def tensor(name: str | None) -> Tensor | None:
+        found = artifact.tensor(name)
+        return None if found is None else found.float().to(device)
+
+    key, value = layer.key, layer.value
+    assert key is not None
+    assert value is not None
+    tables = PageTables(*(RowTables(tensor(row.feedback), tensor(row.centroids)) for row in (key, value)))
+    correction = None
+    if layer.correction is not None:
+        query_HDF, key_KDF = tensor(layer.correction.query), tensor(layer.correction.key)
+        assert query_HDF is not None
+        assert key_KDF is not None
+        correction = Correction(query_HDF, key_KDF)
+    return LayerPlan(
+        Storage(layer.page_format(), tables, correction),
+        key_rotation=tensor(key.rotation),
+        value_rotation=tensor(value.rotation) if value.apply == "online" else None,
+        key_mean=tensor(key.mean),
+        value_mean=tensor(value.mean),
+    )
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,17 +109,22 @@ def new_cache(model: PreTrainedModel, *, sink: int | None = None, recent: int | 
     compiled = getattr(model, "kvcompile", None)
     if not isinstance(compiled, CompiledCache):
         raise CacheError("this model has no compiled KV cache; load a converted directory with kvcompile.load")
-    window = compiled.manifest.scheme.window
-    sink, recent = window.sink if sink is None else sink, window.recent if recent is None else recent
     groups: dict[Geometry, list[int]] = {}
     for record in compiled.manifest.compiled:
-        fmt = compiled.plans[record.index].fmt
-        geometry = Geometry(record.num_key_value_heads, record.head_dim, sink, recent, fmt.page_bytes)
+        fmt, window = compiled.plans[record.index].storage.fmt, compiled.manifest.scheme.layer(record.index).window
+        geometry = Geometry(
+            record.num_key_value_heads,
+            record.head_dim,
+            window.sink if sink is None else sink,
+            window.recent if recent is None else recent,
+            fmt.page_bytes,
+            fmt.tokens,
+        )
         groups.setdefault(geometry, []).append(record.index)
     layers: list[Any] = list(DynamicCache(config=model.config).layers)
     for geometry, indices in groups.items():
-        formats = [compiled.plans[i].fmt for i in indices]
-        store = PackedStore(geometry, formats, compiled.backend, compiled.device)
+        storages = [compiled.plans[i].storage for i in indices]
+        store = PackedStore(geometry, storages, compiled.backend, compiled.device)
         for position, index in enumerate(indices):
             layers[index] = PackedLayer(compiled.plans[index], store, position, compiled.backend)
     return PackedCache(layers)

@@ -3,9 +3,9 @@
 Shapes: L layers, B batch rows, K KV heads, D head_dim, S sink slots, W ring slots, P pages in the pool, N table columns,
 X page bytes, T new tokens.
 
-All layers advance together, so lengths and page tables are kept once. A row of n tokens has
-``max(0, ceil((n - S - recent) / 64) - 1)`` full pages: between `recent` + 1 and `recent` + 64 tokens stay in the ring, and
-that depends on n alone, so prefill and step-by-step decoding store the same bytes. Padding takes no slot.
+All layers advance together, so lengths and page tables are kept once. A page takes a block of P = 64 or 128 tokens. A row
+of n tokens has ``max(0, ceil((n - S - recent) / P) - 1)`` full pages: between `recent` + 1 and `recent` + P tokens stay in
+the ring, and that depends on n alone, so prefill and step-by-step decoding store the same bytes. Padding takes no slot.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcompile.codec import PAGE_TOKENS, LayerCache, PageFormat, decode_pages
+from kvcompile.codec import NO_PAGE_TABLES, LayerCache, PageFormat, PageTables, decode_pages
 from kvcompile.errors import CacheError
 from kvcompile.runtime.backend import Backend
+from kvcompile.runtime.correction import Correction, CorrectionStates
 
 _SPARE = 8
 """When the pool is full it grows by an eighth."""
@@ -31,6 +32,7 @@ class Geometry:
     sink: int
     recent: int
     page_bytes: int
+    block: int = 64
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.recent < 0:
@@ -39,18 +41,27 @@ class Geometry:
     @property
     def ring(self) -> int:
         """Ring slots: the recent window and one page, rounded up to whole pages so that a page never wraps."""
-        return -(-(self.recent + PAGE_TOKENS) // PAGE_TOKENS) * PAGE_TOKENS
+        return -(-(self.recent + self.block) // self.block) * self.block
 
     def full_pages(self, num_tokens: int) -> int:
         """Pages that a row of `num_tokens` tokens has."""
-        return max(0, -(-(num_tokens - self.sink - self.recent) // PAGE_TOKENS) - 1)
+        return max(0, -(-(num_tokens - self.sink - self.recent) // self.block) - 1)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one layer is stored: its page format, the tables its rows are coded with, and its correction, if it has one."""
+
+    fmt: PageFormat
+    tables: PageTables = NO_PAGE_TABLES
+    correction: Correction | None = None
 
 
 class PackedStore:
     """Pages and windows of L layers for a batch whose rows may have different lengths."""
 
-    def __init__(self, geometry: Geometry, formats: Sequence[PageFormat], backend: Backend, device: torch.device):
-        self.geometry, self.formats, self.backend, self.device = geometry, list(formats), backend, device
+    def __init__(self, geometry: Geometry, layers: Sequence[Storage], backend: Backend, device: torch.device):
+        self.geometry, self.layers, self.backend, self.device = geometry, list(layers), backend, device
         self.reset()
 
     def reset(self) -> None:
@@ -62,9 +73,10 @@ class PackedStore:
         self.references: list[int] = []
         self.free: list[int] = []
         self.pages_LPKX = torch.empty(
-            len(self.formats), 0, g.num_key_value_heads, g.page_bytes, dtype=torch.uint8, device=self.device
+            len(self.layers), 0, g.num_key_value_heads, g.page_bytes, dtype=torch.uint8, device=self.device
         )
         self.windows: dict[str, Tensor] = {}
+        self.states: dict[int, CorrectionStates] = {}
         self.runs: list[list[int]] = []
         self.grown: list[int] = []
         self.kept: list[Tensor | None] = []
@@ -77,8 +89,8 @@ class PackedStore:
     def begin(self, real_BT: Tensor | None, batch: int, length: int) -> None:
         """Start a step of `length` columns; `real_BT` marks real tokens, None means all. Takes the pages it will need.
 
-        Where no row gains more than one token, the page that leaves a ring is encoded now, for all layers, before the
-        token takes a slot. Longer runs are encoded by `append`.
+        The page that leaves a ring when the first of the new tokens comes is encoded now, for all layers: every token of
+        the step sees the history as its first token does. Further pages are encoded by `append`.
         """
         self.commit()
         if not self.windows:
@@ -99,10 +111,11 @@ class PackedStore:
             self.tables[row] += [self._take_page() for _ in range(count)]
         self.one_by_one = length == 1
         self.steps += 1
-        self.pending = len(self.formats)
-        if self.one_by_one:
-            for row in (row for row, count in enumerate(wanted) if count):
+        self.pending = len(self.layers)
+        for row, grown in enumerate(self.grown):
+            if self.num_pages[row] < self.geometry.full_pages(self.num_tokens[row] + min(grown, 1)):
                 self._demote(row)
+        if self.one_by_one:
             self._plan_slots()
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
@@ -139,14 +152,22 @@ class PackedStore:
         return max(self.num_pages[row], self.geometry.full_pages(self.num_tokens[row] + self.grown[row]))
 
     def _demote(self, row: int) -> None:
-        """Encode a row's oldest 64 ring tokens into its next page, in every layer."""
-        slot = self.num_pages[row] * PAGE_TOKENS % self.geometry.ring
-        page, block = self._index([self.tables[row][self.num_pages[row]]]), slice(slot, slot + PAGE_TOKENS)
-        for layer, fmt in enumerate(self.formats):
+        """Encode a row's oldest block of ring tokens into its next page, in every layer."""
+        slot = self.num_pages[row] * self.geometry.block % self.geometry.ring
+        page, block = self._index([self.tables[row][self.num_pages[row]]]), slice(slot, slot + self.geometry.block)
+        for layer in range(len(self.layers)):
             k_NKTD = self.windows["recent_k"][layer, row : row + 1, :, block]
             v_NKTD = self.windows["recent_v"][layer, row : row + 1, :, block]
-            self.backend.write_pages(k_NKTD, v_NKTD, fmt, self.pages_LPKX[layer], page)
+            self._write_pages(layer, row, k_NKTD, v_NKTD, page)
         self.num_pages[row] += 1
+
+    def _write_pages(self, layer: int, row: int, k_NKTD: Tensor, v_NKTD: Tensor, ids_N: Tensor) -> None:
+        """Encode blocks of one row of one layer, and let its correction see what the pages made of them."""
+        storage, pages_PKX = self.layers[layer], self.pages_LPKX[layer]
+        self.backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_PKX, ids_N)
+        if storage.correction is not None:
+            decoded_k, decoded_v = decode_pages(pages_PKX[ids_N], storage.fmt, storage.tables)
+            self.states[layer].add(row, storage.correction, k_NKTD.float() - decoded_k, decoded_v)
 
     def _plan_slots(self) -> None:
         """Where each row's single token goes: window, rows and slots, the same in every layer."""
@@ -170,13 +191,13 @@ class PackedStore:
         k_KTD = torch.cat([ring_k[:, waiting], k_KTD[:, to_sink:]], dim=1)
         v_KTD = torch.cat([ring_v[:, waiting], v_KTD[:, to_sink:]], dim=1)
         new_pages = self._pages_after(row) - pages
-        paged = new_pages * PAGE_TOKENS
+        paged = new_pages * g.block
         if new_pages:
             ids = self._index(self.tables[row][pages : pages + new_pages])
-            k_NKTD = k_KTD[:, :paged].unflatten(1, (new_pages, PAGE_TOKENS)).transpose(0, 1)
-            v_NKTD = v_KTD[:, :paged].unflatten(1, (new_pages, PAGE_TOKENS)).transpose(0, 1)
-            self.backend.write_pages(k_NKTD, v_NKTD, self.formats[layer], self.pages_LPKX[layer], ids)
-        slots = (torch.arange(k_KTD.shape[1] - paged, device=self.device) + (pages + new_pages) * PAGE_TOKENS) % g.ring
+            k_NKTD = k_KTD[:, :paged].unflatten(1, (new_pages, g.block)).transpose(0, 1)
+            v_NKTD = v_KTD[:, :paged].unflatten(1, (new_pages, g.block)).transpose(0, 1)
+            self._write_pages(layer, row, k_NKTD, v_NKTD, ids)
+        slots = (torch.arange(k_KTD.shape[1] - paged, device=self.device) + (pages + new_pages) * g.block) % g.ring
         ring_k[:, slots] = k_KTD[:, paged:]
         ring_v[:, slots] = v_KTD[:, paged:]
 
@@ -204,13 +225,15 @@ class PackedStore:
         table_BN, num_pages_B, num_tokens_B = self._device_state
         w = self.windows
         return LayerCache(
-            self.formats[layer], self.pages_LPKX[layer], table_BN, num_pages_B, num_tokens_B,
+            self.layers[layer].fmt, self.pages_LPKX[layer], table_BN, num_pages_B, num_tokens_B,
             w["sink_k"][layer], w["sink_v"][layer], w["recent_k"][layer], w["recent_v"][layer],
+            self.layers[layer].tables,
         )  # fmt: skip
 
     def nbytes(self) -> int:
-        """Bytes of all tensors that hold keys and values: pages and windows."""
-        return self.pages_LPKX.nbytes + sum(window.nbytes for window in self.windows.values())
+        """Bytes of all tensors that hold keys and values: pages, windows, and the states of corrections."""
+        held = [*self.windows.values(), *(x for states in self.states.values() for x in states.tensors())]
+        return self.pages_LPKX.nbytes + sum(tensor.nbytes for tensor in held)
 
     # -- editing rows ----------------------------------------------------------------------------------------------
 
@@ -231,49 +254,62 @@ class PackedStore:
         self.runs = [list(self.runs[row]) for row in rows]
         with torch.inference_mode(False):
             self.windows = {name: window.index_select(1, index) for name, window in self.windows.items()}
+            self.states = {layer: states.select(index) for layer, states in self.states.items()}
         self.grown = [0] * len(rows)
 
     def crop(self, columns: int) -> None:
         """Drop the last `columns` columns of the batch; a row loses those of them that were real tokens.
 
         Tokens of a page that is cut return to the ring as the page decodes them; nothing else loses precision, and a crop
-        by less than the recent window touches no page.
+        by less than the recent window touches no page. Raises CacheError where a correction would have to forget a page.
         """
         self.commit()
+        if self.states and any(
+            self.num_pages[row] * self.geometry.block + self.geometry.sink > self.num_tokens[row] - columns
+            for row in range(len(self.num_tokens))
+        ):
+            raise CacheError(
+                "a cache with linear correction cannot be cropped into its pages: the states cannot forget; "
+                "crop by fewer tokens than the recent window holds, or start a new cache"
+            )
         for row, runs in enumerate(self.runs):
             remaining = self.num_tokens[row] - _shorten_runs(runs, columns)
             history = max(remaining - self.geometry.sink, 0)
-            kept_pages = min(self.num_pages[row], history // PAGE_TOKENS)
+            kept_pages = min(self.num_pages[row], history // self.geometry.block)
             if kept_pages < self.num_pages[row]:
-                self._unpack_into_ring(row, kept_pages, history - kept_pages * PAGE_TOKENS)
+                self._unpack_into_ring(row, kept_pages, history - kept_pages * self.geometry.block)
             self._release(self.tables[row][kept_pages:])
             del self.tables[row][kept_pages:]
             self.num_pages[row], self.num_tokens[row] = kept_pages, remaining
 
     def _unpack_into_ring(self, row: int, page: int, count: int) -> None:
         """Decode the first `count` tokens of the row's page number `page` into their ring slots, in every layer."""
-        slot = page * PAGE_TOKENS % self.geometry.ring
-        for layer, fmt in enumerate(self.formats):
-            k_KTD, v_KTD = decode_pages(self.pages_LPKX[layer, self.tables[row][page]], fmt)
+        slot = page * self.geometry.block % self.geometry.ring
+        for layer, storage in enumerate(self.layers):
+            k_KTD, v_KTD = decode_pages(self.pages_LPKX[layer, self.tables[row][page]], storage.fmt, storage.tables)
             self.windows["recent_k"][layer, row, :, slot : slot + count] = k_KTD[:, :count].bfloat16()
             self.windows["recent_v"][layer, row, :, slot : slot + count] = v_KTD[:, :count].bfloat16()
 
     # -- slots and pages -------------------------------------------------------------------------------------------
 
     def _allocate(self, batch: int) -> None:
-        g, layers = self.geometry, len(self.formats)
+        g, layers = self.geometry, len(self.layers)
         for name, slots in (("sink", g.sink), ("recent", g.ring)):
             for half in "kv":
                 shape = (layers, batch, g.num_key_value_heads, slots, g.head_dim)
                 with torch.inference_mode(False):  # so that later steps may run outside of it
                     self.windows[f"{name}_{half}"] = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        for layer, storage in enumerate(self.layers):
+            if storage.correction is not None:
+                with torch.inference_mode(False):
+                    self.states[layer] = CorrectionStates.zeros(storage.correction, batch, g.head_dim, self.device)
         self.num_tokens, self.num_pages, self.grown = [0] * batch, [0] * batch, [0] * batch
         self.runs = [[0] for _ in range(batch)]
         self.tables = [[] for _ in range(batch)]
 
     def _ring_slots(self, row: int) -> Tensor:
         """Ring slots of a row's tokens that are in no page yet, in order."""
-        first, last = self.num_pages[row] * PAGE_TOKENS, max(self.num_tokens[row] - self.geometry.sink, 0)
+        first, last = self.num_pages[row] * self.geometry.block, max(self.num_tokens[row] - self.geometry.sink, 0)
         return torch.arange(first, max(first, last), device=self.device) % self.geometry.ring
 
     def _index(self, values: list[int]) -> Tensor:

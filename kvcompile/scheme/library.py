@@ -1,6 +1,7 @@
 """Finding schemes: built-in TOML files, a user's own file, and `--set` overrides of single fields."""
 
 import json
+import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -67,7 +68,7 @@ def _apply(document: dict[str, Any], override: str) -> None:
     if not separator or not path:
         raise SchemeError(f"--set {override}: expected FIELD=VALUE, for example key.clip.ratio=0.95")
     value = _parse_value(text)
-    *parents, leaf = path.split(".")
+    *parents, leaf = (quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^."]+)', path))
     section = document
     for parent in parents:
         section = section.setdefault(parent, {})

@@ -1,8 +1,13 @@
 """A KV codec as data: what happens to a key row and a value row, field by field. One TOML file is one `Scheme`."""
 
+import re
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Half = Literal["key", "value"]
 
 
 class Section(BaseModel):
@@ -32,15 +37,32 @@ class BlockHadamard(Section):
     apply: Literal["online", "folded"] = "online"
 
 
+Target = Literal["query", "score_value", "score_weighted", "key", "value"]
+
+
 class Spectral(Section):
-    """The eigenbasis of a calibrated covariance, then Hadamard, then bit reversal (OSCAR, seed 000 equation 3)."""
+    """The eigenbasis of a calibrated covariance, then Hadamard, then bit reversal (OSCAR, seed 000 equation 3).
+
+    With ``order = "hadamard_first"`` a (block) Hadamard comes before the eigenbasis (Hessian, seed 003 equation 11).
+    `block_size` makes the Hadamard block-diagonal.
+    """
 
     kind: Literal["spectral"] = "spectral"
-    target: Literal["query", "score_value", "key", "value"]
+    target: Target
     scope: Literal["layer", "kv_head"] = "kv_head"
     eigenbasis: bool = True
     hadamard: bool = True
+    block_size: int | None = Field(default=None, ge=2)
     permutation: Literal["bit_reversal", "none"] = "bit_reversal"
+    order: Literal["eigenbasis_first", "hadamard_first"] = "eigenbasis_first"
+    apply: Literal["online", "folded"] = "online"
+
+
+class Random(Section):
+    """A dense random orthogonal matrix, the same for every layer and head (TurboQuant)."""
+
+    kind: Literal["random"] = "random"
+    seed: int = 0
     apply: Literal["online", "folded"] = "online"
 
 
@@ -57,78 +79,257 @@ class QuantileClip(Section):
     ratio: Annotated[float, Field(gt=0, le=1)] | Literal["calibrated"] = "calibrated"
 
 
+class NoTokenScale(Section):
+    """Rows keep their norm."""
+
+    kind: Literal["none"] = "none"
+
+
+class TokenScale(Section):
+    """Rows are divided by a norm that is stored, and their logits multiplied by it (OScaR, seed 002 section 4.2).
+
+    One norm per head, or one per token over all KV heads; `rsqrt` is 1 / sqrt(sum x^2 + eps), the others are of table 10.
+    """
+
+    kind: Literal["l2", "rsqrt", "max", "mean_abs"]
+    scope: Literal["head", "token"] = "token"
+
+
 class Quantizer(Section):
-    """Asymmetric min-max quantization of one row in groups of channels; scale and zero point are stored in BF16."""
+    """Min-max quantization in groups of channels of a token, or of tokens of a channel; metadata is stored in BF16.
 
-    bits: Literal[2, 4] = 2
-    axis: Literal["token"] = "token"
+    With `zero_point` none and `levels` lloyd_max a row is scaled by its root mean square and coded with the best levels
+    for a Gaussian (TurboQuant). `damping` is what error feedback adds to the diagonal of its metric (mean diagonal 1).
+    """
+
+    bits: Literal[1, 2, 4] = 2
+    axis: Literal["token", "channel"] = "token"
     group_size: Literal[16, 32, 64, 128, 256] = 128
-    zero_point: Literal["float"] = "float"
+    zero_point: Literal["float", "integer", "none"] = "float"
+    levels: Literal["uniform", "lloyd_max"] = "uniform"
     metadata_dtype: Literal["bfloat16"] = "bfloat16"
-    rounding: Literal["nearest"] = "nearest"
+    rounding: Literal["nearest", "error_feedback"] = "nearest"
+    damping: float = Field(default=0.2, gt=0, le=100)
+
+    @model_validator(mode="after")
+    def _levels_and_zero_point_agree(self) -> "Quantizer":
+        if (self.zero_point == "none") != (self.levels == "lloyd_max"):
+            raise ValueError(
+                "zero_point 'none' and levels 'lloyd_max' belong together: symmetric levels need no zero point, uniform ones do"
+            )
+        if self.levels == "lloyd_max" and self.axis == "channel":
+            raise ValueError("levels 'lloyd_max' scale a token's row by its own size; use axis 'token'")
+        if self.levels == "lloyd_max" and self.rounding == "error_feedback":
+            raise ValueError("rounding 'error_feedback' needs evenly spaced levels; use levels 'uniform'")
+        return self
 
 
-Rotation = Annotated[Identity | Hadamard | BlockHadamard | Spectral, Field(discriminator="kind")]
+Rotation = Annotated[Identity | Hadamard | BlockHadamard | Spectral | Random, Field(discriminator="kind")]
 Clip = Annotated[NoClip | QuantileClip, Field(discriminator="kind")]
 
 
 class RowCodec(Section):
-    """What is done to every key row, or to every value row."""
+    """What is done to every key row, or to every value row, in this order.
+
+    rotate; subtract the calibrated mean (`center`); divide by the token's norm; subtract the nearest of `centroids`
+    calibrated centroids (0: none); clip; quantize.
+    """
 
     rotation: Rotation = Identity()
+    center: bool = False
+    token_scale: NoTokenScale | TokenScale = Field(default=NoTokenScale(), discriminator="kind")
+    centroids: int = Field(default=0, ge=0, le=32767)
     clip: Clip = NoClip()
     quantizer: Quantizer = Quantizer()
 
+    @model_validator(mode="after")
+    def _operators_fit(self) -> "RowCodec":
+        if self.quantizer.axis == "channel" and isinstance(self.clip, QuantileClip):
+            raise ValueError("clip.kind 'quantile' takes a token's own order statistic; with axis 'channel' use 'none'")
+        if self.centroids and not isinstance(self.token_scale, NoTokenScale):
+            raise ValueError("centroids are calibrated on unscaled rows; use token_scale.kind 'none'")
+        return self
+
 
 class Window(Section):
-    """Tokens kept in BF16: the first `sink` and the last `recent`; history is demoted in whole pages."""
+    """Tokens kept in BF16: the first `sink` and at least the last `recent`; history is demoted in blocks of `block`."""
 
     sink: int = Field(default=64, ge=0, le=4096)
     recent: int = Field(default=256, ge=0, le=65536)
+    block: Literal[64, 128] = 64
+
+
+class NoCorrection(Section):
+    """Attention is taken as the quantized keys give it."""
+
+    kind: Literal["none"] = "none"
+
+
+class LinearCorrection(Section):
+    """A trained linear-attention term for what quantization took from the keys (KVLinC, seed 004 section 3.2).
+
+    `features` is the size of phi; training stops early when held-out loss has not fallen for `patience` evaluations.
+    """
+
+    kind: Literal["linear"] = "linear"
+    features: Literal[32, 64, 128, 256, 512] = 256
+    steps: int = Field(default=200, ge=1)
+    learning_rate: float = Field(default=0.01, gt=0)
+    patience: int = Field(default=4, ge=1)
+
+
+Correction = Annotated[NoCorrection | LinearCorrection, Field(discriminator="kind")]
 
 
 class Calibration(Section):
-    """How much text the statistics are taken from, and how much attention is kept to calibrate clips on."""
+    """How much text the statistics are taken from, and how much attention is kept to calibrate clips and adapters on."""
 
     tokens: int = Field(default=8192, ge=1)
     sequence_length: int = Field(default=2048, ge=16)
     sample_sequences: int = Field(default=2, ge=1)
     sample_length: int = Field(default=1024, ge=16)
+    sample_queries: int = Field(default=32, ge=1)
 
 
-class Scheme(Section):
-    """A complete, validated scheme; `passes` is the ordered list that `kvcompile convert` runs."""
+class LayerScheme(Section):
+    """What a scheme does to one layer, its overrides applied."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
-    summary: str
-    paper: str = ""
-    passes: tuple[str, ...] = ("inventory", "calibrate", "rotations", "clip", "fold", "verify", "emit")
     key: RowCodec
     value: RowCodec
     window: Window = Window()
-    calibration: Calibration = Calibration()
+    correction: Correction = NoCorrection()
 
     @model_validator(mode="after")
-    def _keys_rotate_online(self) -> "Scheme":
+    def _halves_fit(self) -> "LayerScheme":
         if getattr(self.key.rotation, "apply", "online") != "online":
             raise ValueError(
                 "key.rotation.apply: keys cannot be folded, because RoPE (and QK-norm) stands between W_K and the cache; "
                 "use 'online'"
             )
+        for half, row in self.rows():
+            quantizer = row.quantizer
+            if quantizer.axis == "channel" and self.window.block % quantizer.group_size:
+                raise ValueError(
+                    f"{half}.quantizer.group_size {quantizer.group_size} along tokens does not divide window.block "
+                    f"{self.window.block}, the tokens that are quantized together; use a divisor"
+                )
+        if isinstance(self.value.token_scale, TokenScale):
+            raise ValueError("value.token_scale: stored norms multiply logits, so they are for keys only; use kind 'none'")
+        if isinstance(self.correction, LinearCorrection) and self.key.centroids:
+            raise ValueError("correction.kind 'linear' is trained on what min-max coding loses; use key.centroids 0")
         return self
 
-    def rows(self) -> tuple[tuple[Literal["key", "value"], RowCodec], ...]:
-        """The two halves of the scheme with their names."""
+    def rows(self) -> tuple[tuple[Half, RowCodec], ...]:
+        """The two halves with their names."""
         return ("key", self.key), ("value", self.value)
+
+    def folds_values(self) -> bool:
+        """Whether the value rotation is to be folded into W_V and W_O."""
+        return getattr(self.value.rotation, "apply", "online") == "folded"
+
+
+PASSES = (
+    "inventory", "calibrate", "rotations", "center", "centroids", "feedback", "clip", "correction", "fold", "verify", "emit",
+)  # fmt: skip
+"""What a conversion runs unless the scheme says otherwise; a pass that has nothing to do does nothing."""
+
+
+class Scheme(LayerScheme):
+    """A complete, validated scheme; `passes` is the ordered list that `kvcompile convert` runs.
+
+    `layers` overrides fields for some layers: its keys are layer numbers and ranges such as ``"0-1,11"``, its values have
+    the form of the scheme itself (key, value, window).
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    summary: str
+    paper: str = ""
+    passes: tuple[str, ...] = PASSES
+    calibration: Calibration = Calibration()
+    layers: dict[str, dict[str, Any]] = {}
+
+    @model_validator(mode="after")
+    def _overrides_are_valid(self) -> "Scheme":
+        for place, override in self.layers.items():
+            for index in _layer_numbers(place):
+                if unknown := set(override) - {"key", "value", "window"}:
+                    raise ValueError(f'layers."{place}": only key, value and window can differ, not {min(unknown)}')
+                try:
+                    self.layer(index)
+                except ValidationError as error:
+                    first = error.errors()[0]
+                    where = ".".join(str(part) for part in first["loc"])
+                    message = first["msg"].removeprefix("Value error, ")
+                    raise ValueError(f'layers."{place}": {where + ": " if where else ""}{message}') from error
+        return self
+
+    @cached_property
+    def _by_layer(self) -> dict[int, LayerScheme]:
+        return {}
+
+    def layer(self, index: int) -> LayerScheme:
+        """What the scheme does to layer `index`; later overrides win."""
+        if index not in self._by_layer:
+            document = self.model_dump(include={"key", "value", "window", "correction"})
+            for place, override in self.layers.items():
+                if index in _layer_numbers(place):
+                    document = _merge(document, override)
+            self._by_layer[index] = LayerScheme.model_validate(document)
+        return self._by_layer[index]
+
+    def variants(self) -> Iterator[LayerScheme]:
+        """Every different thing that is done to some layer; the scheme's own first."""
+        yield LayerScheme.model_validate(self.model_dump(include={"key", "value", "window", "correction"}))
+        for place in self.layers:
+            for index in _layer_numbers(place):
+                yield self.layer(index)
+
+    def overridden_layers(self) -> set[int]:
+        """Numbers of all layers that some override names."""
+        return {index for place in self.layers for index in _layer_numbers(place)}
+
+    def calibrates(self) -> bool:
+        """Whether some part of the scheme is taken from calibration text."""
+        rows = [row for variant in self.variants() for _, row in variant.rows()]
+        return (
+            bool(self.targets())
+            or any(row.center or row.centroids or getattr(row.clip, "ratio", 1.0) == "calibrated" for row in rows)
+            or isinstance(self.correction, LinearCorrection)
+        )
 
     def targets(self) -> frozenset[str]:
         """The covariances that the calibrate pass must collect."""
-        rotations = [row.rotation for _, row in self.rows()]
-        return frozenset(r.target for r in rotations if isinstance(r, Spectral) and r.eigenbasis)
+        rows = [row for variant in self.variants() for _, row in variant.rows()]
+        rotations = [row.rotation for row in rows]
+        found = {r.target for r in rotations if isinstance(r, Spectral) and r.eigenbasis}
+        if any(variant.key.quantizer.rounding == "error_feedback" for variant in self.variants()):
+            found.add("query")
+        return frozenset(found)
 
-    def folds_values(self) -> bool:
-        """Whether the scheme asks for its value rotation to be folded into W_V and W_O."""
-        return getattr(self.value.rotation, "apply", "online") == "folded"
+
+def _layer_numbers(place: str) -> set[int]:
+    """The layers that a key of `Scheme.layers` names; raises ValueError for one that is no list of numbers and ranges."""
+    numbers: set[int] = set()
+    for part in place.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]) or int(match[2] or 0) > 9999:
+            raise ValueError(f'layers."{place}": write layer numbers and ranges, for example layers."0-1,11"')
+        numbers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return numbers
+
+
+def _merge(document: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """`document` with the fields of `override`; a section whose kind changes keeps nothing of the old kind."""
+    merged = dict(document)
+    for name, value in override.items():
+        old = merged.get(name)
+        if not isinstance(value, dict) or not isinstance(old, dict):
+            merged[name] = value
+        elif value.get("kind", old.get("kind")) != old.get("kind"):
+            merged[name] = {**reset_section(old, value["kind"]), **value}
+        else:
+            merged[name] = _merge(old, value)
+    return merged
 
 
 def reset_section(defaults_of: dict[str, Any], kind: Any) -> dict[str, Any]:
