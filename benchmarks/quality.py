@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 import kvcompile
-from kvcompile.evaluate import divergence, make_trials, reference_logits, retrieval
-from kvcompile.evaluate.divergence import Divergence
-
-FIRST_QUANTIZED = 256  # a prefill this short lies in the windows, so it is stored as step-by-step decoding would
+from kvcompile.evaluate import Divergence, Retrieval, divergence, reference_logits, retrieval
+from kvcompile.evaluate.retrieval import trials_of_length
 
 
 def reference_windows(shared: Path, tokenizer: object, count: int, length: int) -> Tensor:
@@ -42,7 +40,7 @@ def measure(out: Path, shared: Path, count: int = 4, length: int = 2048, backend
     model, tokenizer = kvcompile.load(out, backend=backend)
     ids = reference_windows(shared, tokenizer, count, length)
     reference = reference_logits(model, ids)
-    return divergence(model, kvcompile.new_cache(model), ids, reference, prefill=FIRST_QUANTIZED, start=length // 4)
+    return divergence(model, kvcompile.new_cache(model), ids, reference, start=length // 4)
 
 
 def measure_retrieval(out: Path, shared: Path, tokens: int, trials: int) -> float:
@@ -50,11 +48,9 @@ def measure_retrieval(out: Path, shared: Path, tokens: int, trials: int) -> floa
     model, tokenizer = kvcompile.load(out)
     haystack = (shared / "text" / "niah_haystack.txt").read_text("utf-8")
     words = json.loads((shared / "text" / "niah_words.json").read_text("utf-8"))
-    words = words if isinstance(words, list) else [w for group in words.values() for w in group]
-    sample = haystack[:200_000]
-    characters_per_token = len(sample) / len(tokenizer(sample, verbose=False)["input_ids"])
-    planted = make_trials(haystack, words, int((0.98 * tokens - 120) * characters_per_token), trials)
-    return retrieval(model, tokenizer, lambda: kvcompile.new_cache(model), planted)
+    planted = trials_of_length(haystack, words, tokenizer, tokens, trials)
+    findings = retrieval(model, tokenizer, lambda: kvcompile.new_cache(model), planted)
+    return Retrieval(tokens, findings).share
 
 
 def main() -> None:

@@ -13,14 +13,13 @@ if DEVICE == "cpu":
 
 pytest.importorskip("triton")
 
-from kvcompile.codec.layer import LayerCache, attend_layer
-from kvcompile.codec.page import PageFormat, encode_pages
-from kvcompile.codec.quantizer import RowFormat
-from kvcompile.kernels.triton_decode import DecodeConfig, attend
+from kvcompile.codec import LayerCache, PageFormat, RowFormat, attend_layer, encode_pages
+from kvcompile.kernels.triton_decode import DecodeConfig, attend, supports
 from tests.layers import random_layer
 from tests.test_triton_encode import compile_for_hopper
 
 TOLERANCE = 3e-4  # relative error of a head's output against float64 on the same codes
+LSE_TOLERANCE = 3e-4  # error of the log of the softmax denominator, relative to its size where that is above 1
 
 
 def on_device(layer: LayerCache) -> LayerCache:
@@ -28,23 +27,26 @@ def on_device(layer: LayerCache) -> LayerCache:
     return replace(layer, **tensors)
 
 
-def attend_exactly(q: torch.Tensor, layer: LayerCache, scaling: float) -> torch.Tensor:
+def attend_exactly(q: torch.Tensor, layer: LayerCache, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_layer` in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
     for row in range(q.shape[0]):
         k, v = (x.double() for x in layer.dense_row(row))
         if k.shape[1]:
-            weights = (q[row].double().unflatten(0, (k.shape[0], -1)) @ k.transpose(1, 2) * scaling).softmax(dim=-1)
-            out[row] = (weights @ v).flatten(0, 1)
-    return out
+            logits = q[row].double().unflatten(0, (k.shape[0], -1)) @ k.transpose(1, 2) * scaling
+            out[row] = (logits.softmax(dim=-1) @ v).flatten(0, 1)
+            lse[row] = logits.logsumexp(dim=-1).flatten()
+    return out, lse
 
 
 def check(q: torch.Tensor, layer: LayerCache, scaling: float, config: DecodeConfig | None = None) -> torch.Tensor:
-    out = attend(q.to(DEVICE), on_device(layer), scaling, config)
-    assert out.dtype == torch.float32
-    exact = attend_exactly(q, layer, scaling)
+    out, lse = attend(q.to(DEVICE), on_device(layer), scaling, config)
+    assert out.dtype == lse.dtype == torch.float32
+    exact, exact_lse = attend_exactly(q, layer, scaling)
     error = (out.cpu().double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
     assert error.max() < TOLERANCE, error
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
     return out.cpu()
 
 
@@ -73,8 +75,33 @@ def test_attend_means_the_codec(head_dim, key, value, num_heads, groups, num_tok
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(len(num_tokens), num_heads * groups, head_dim, generator=generator).bfloat16()
     out = check(q, layer, head_dim**-0.5, DecodeConfig(2, 2))
-    torch.testing.assert_close(out, attend_layer(q, layer, head_dim**-0.5), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(out, attend_layer(q, layer, head_dim**-0.5)[0], rtol=1e-2, atol=1e-3)
     assert not out[layer.num_tokens_B == 0].any()
+
+
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_pages_of_128_tokens(head_dim):
+    """With integer zero points, and codes of error feedback: a decoder does not see how codes were chosen."""
+    key = RowFormat(head_dim, 2, 16, zero_point="integer", rounding="error_feedback")
+    layer = random_layer(PageFormat(key, RowFormat(head_dim, 4, head_dim), 128), 2, [450, 0, 299], 30, 256)
+    q = torch.randn(3, 4, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    check(q, layer, head_dim**-0.5, DecodeConfig(2, 2, table_block=2))
+
+
+def test_formats_that_are_left_to_the_codec():
+    row = RowFormat(64, 2, 64)
+    assert supports(PageFormat(row, row, 128))
+    for other in (
+        RowFormat(64, 1, 64),
+        RowFormat(64, 2, 64, axis="channel"),
+        RowFormat(64, 2, 64, zero_point="none"),
+        RowFormat(64, 2, 64, token_scale="l2"),
+        RowFormat(64, 2, 64, centroids=4),
+    ):
+        assert not supports(PageFormat(other, row))
+    layer = on_device(random_layer(PageFormat(RowFormat(32, 1, 32), RowFormat(32, 1, 32)), 1, [70], 0, 64))
+    with pytest.raises(ValueError, match="no kernel"):
+        attend(torch.zeros(1, 1, 32, device=DEVICE), layer, 1.0)
 
 
 SMALL = PageFormat(RowFormat(32, 2, 32, 0.96), RowFormat(32, 2, 32, 0.92))
@@ -128,7 +155,7 @@ def test_any_strides():
     """Pages of one layer inside a pool of several, windows [B, slots, K, D] in memory, queries in a wider tensor."""
     layer = random_layer(SMALL, 2, [400, 90], 30, 128)
     q = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    expected = attend(q.to(DEVICE), on_device(layer), 0.2)
+    expected, expected_lse = attend(q.to(DEVICE), on_device(layer), 0.2)
     pool = torch.zeros(3, *layer.pages_PKX.shape, dtype=torch.uint8).transpose(0, 1)
     pool[:, 1] = layer.pages_PKX
     wide_q = torch.zeros(2, 6, 48, dtype=torch.bfloat16)
@@ -137,7 +164,9 @@ def test_any_strides():
     windows = ("sink_k_BKSD", "sink_v_BKSD", "recent_k_BKWD", "recent_v_BKWD")
     moved = replace(moved, **{x: getattr(moved, x).transpose(1, 2).contiguous().transpose(1, 2) for x in windows})
     moved = replace(moved, pages_PKX=pool.to(DEVICE)[:, 1])
-    assert torch.equal(attend(wide_q.to(DEVICE)[:, 1:5, 8:40], moved, 0.2), expected)
+    out, lse = attend(wide_q.to(DEVICE)[:, 1:5, 8:40], moved, 0.2)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
 
 
 def test_wrong_shapes_are_refused():
@@ -159,29 +188,30 @@ def test_graph_replays_with_other_lengths():
     attend(device_q, device_layer, 0.2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(device_q, device_layer, 0.2)
+        out, lse = attend(device_q, device_layer, 0.2)
     device_layer.num_tokens_B.copy_(layer.num_tokens_B)
     device_layer.num_pages_B.copy_(layer.num_pages_B)
     graph.replay()
-    exact = attend_exactly(q, layer, 0.2)
+    exact, exact_lse = attend_exactly(q, layer, 0.2)
     assert (out.cpu().double() - exact).norm() < TOLERANCE * exact.norm()
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
 
 
 BF16_POINTERS = ("q_ptr", "sink_k_ptr", "sink_v_ptr", "recent_k_ptr", "recent_v_ptr")
 TYPES = (
     dict.fromkeys(BF16_POINTERS, "*bf16")
     | dict.fromkeys(("table_ptr", "num_pages_ptr", "num_tokens_ptr"), "*i32")
-    | dict.fromkeys(("partial_ptr", "stats_ptr", "out_ptr"), "*fp32")
+    | dict.fromkeys(("partial_ptr", "stats_ptr", "out_ptr", "lse_ptr"), "*fp32")
     | {"pages_ptr": "*u8", "scaling": "fp32"}
 )
 
 
-@pytest.mark.parametrize(("bits", "group"), [(2, 128), (2, 32), (4, 128)])
-def test_compiles_for_hopper(bits, group, tmp_path):
+@pytest.mark.parametrize(("bits", "group", "page"), [(2, 128, 64), (2, 32, 64), (4, 128, 64), (2, 128, 128)])
+def test_compiles_for_hopper(bits, group, page, tmp_path):
     """Tensor cores on the codes, copies in flight ahead of them, no spills."""
     chunk = 128 * bits // 8
     sides = {f"{s}_{name}": x for s in "KV" for name, x in (("BITS", bits), ("GROUP", group), ("CHUNK", chunk))}
-    constants = {"G": 4, "PG": 4, "D": 128, "WIDTH": 128, "TABLE": 64, "WINDOW_TILE": 16, "STAGES": 3}
+    constants = {"G": 4, "PG": 4, "D": 128, "PAGE": page, "WIDTH": 128, "TABLE": 64, "WINDOW_TILE": 16, "STAGES": 3}
     kernel = "kvcompile.kernels.triton_decode:_split_kernel"
     built = compile_for_hopper(kernel, TYPES, constants | sides, tmp_path, num_warps=1, num_stages=3)
     assert "mma.sync.aligned.m16n8k32.row.col" in built["ptx"]

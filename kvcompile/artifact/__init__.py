@@ -1,6 +1,6 @@
 """The converted directory: its manifest, its sidecar, and how they are read."""
 
-from kvcompile.artifact.artifact import Artifact, open_artifact, orthogonality_error
+from kvcompile.artifact.artifact import Artifact, open_artifact, inverse_error
 from kvcompile.artifact.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
@@ -35,7 +35,7 @@ __all__ = [
     "correction_record",
     "manifest_schema",
     "open_artifact",
-    "orthogonality_error",
+    "inverse_error",
     "read_manifest",
     "row_record",
 ]

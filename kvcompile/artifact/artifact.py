@@ -112,7 +112,8 @@ def _inconsistency(manifest: Manifest) -> str | None:
     return None
 
 
-def orthogonality_error(r_KDD: Tensor) -> float:
-    """Largest entry of ``|R^T R - I|`` over the heads."""
+def inverse_error(r_KDD: Tensor, inverse_KDD: Tensor | None) -> float:
+    """Largest entry of ``|R^-1 R - I|`` over the heads; the inverse of an orthogonal matrix (None) is its transpose."""
     r = r_KDD.double()
-    return float((r.mT @ r - torch.eye(r.shape[-1], dtype=r.dtype)).abs().max())
+    inverse = r.mT if inverse_KDD is None else inverse_KDD.double()
+    return float((inverse @ r - torch.eye(r.shape[-1], dtype=r.dtype)).abs().max())

@@ -80,7 +80,8 @@ class Encoding(Record):
         "the first `sink` and at least the last `recent` tokens stay bf16, rotated; history leaves in whole pages"
     )
     rotation: str = (
-        "row vectors: x_rotated = x @ R - mean, R [num_key_value_heads, D, D] float32, then rounded to bf16; "
+        "row vectors: x_rotated = x @ R - mean, R [num_key_value_heads, D, D] float32, then rounded to bf16; queries are "
+        "multiplied by the transposed inverse of R (R itself where no inverse is named: R is orthogonal); "
         "the mean of values is added to the attention output"
     )
 
@@ -99,6 +100,7 @@ class RowRecord(Record):
     token_scale: Literal["none", "l2", "rsqrt", "max", "mean_abs"] = "none"
     norm_scope: Literal["head", "token"] = "head"
     num_centroids: int = 0
+    inverse: str | None = None
     mean: str | None = None
     feedback: str | None = None
     centroids: str | None = None
@@ -112,14 +114,20 @@ class RowRecord(Record):
 
     def tensors(self) -> list[str]:
         """Names of the sidecar tensors that this half needs."""
-        return [name for name in (self.rotation, self.mean, self.feedback, self.centroids) if name is not None]
+        return [name for name in (self.rotation, self.inverse, self.mean, self.feedback, self.centroids) if name is not None]
 
 
 class CorrectionRecord(Record):
-    """Sidecar tensors of a layer's trained feature maps: ``[num_heads, D, F]`` and ``[num_key_value_heads, D, F]``."""
+    """Sidecar tensors of a layer's linear correction, float32.
+
+    `query` ``[num_heads, D, F]``, `key` ``[num_key_value_heads, D, F]``, `scale` ``[num_heads]``, and in the relative form
+    `decoded`, shaped like `key`; None is the paper's form.
+    """
 
     query: str
     key: str
+    scale: str
+    decoded: str | None = None
 
 
 def row_record(index: int, half: str, row: RowCodec, head_dim: int, clip_ratio: float, folded: bool) -> RowRecord:
@@ -141,6 +149,7 @@ def row_record(index: int, half: str, row: RowCodec, head_dim: int, clip_ratio: 
         token_scale=scale.kind,
         norm_scope=scale.scope if isinstance(scale, TokenScale) else "head",
         num_centroids=row.centroids,
+        inverse=name("inverse", getattr(row.rotation, "balance", 0) > 0),
         mean=name("mean", row.center),
         feedback=name("feedback", quantizer.rounding == "error_feedback"),
         centroids=name("centroids", row.centroids > 0),
@@ -151,7 +160,14 @@ def correction_record(index: int, scheme: LayerScheme) -> CorrectionRecord | Non
     """The tensors of a scheme's correction in layer `index`, if it has one."""
     if not isinstance(scheme.correction, LinearCorrection):
         return None
-    return CorrectionRecord(query=f"layers.{index}.correction.query", key=f"layers.{index}.correction.key")
+    place = f"layers.{index}.correction"
+    relative = scheme.correction.form == "relative"
+    return CorrectionRecord(
+        query=f"{place}.query",
+        key=f"{place}.key",
+        scale=f"{place}.scale",
+        decoded=f"{place}.decoded" if relative else None,
+    )
 
 
 class LayerRecord(Record):
@@ -172,9 +188,7 @@ class LayerRecord(Record):
     def page_format(self) -> PageFormat:
         """The byte format of this layer's pages; only for compiled layers."""
         assert self.key is not None and self.value is not None
-        return PageFormat(
-            self.key.row_format(self.head_dim), self.value.row_format(self.head_dim), self.page_tokens
-        )
+        return PageFormat(self.key.row_format(self.head_dim), self.value.row_format(self.head_dim), self.page_tokens)
 
 
 class Sidecar(Record):

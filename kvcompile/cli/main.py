@@ -15,6 +15,8 @@ COMMANDS = {
     "verify": "Check that ARTIFACT is whole and, with --source, that it is the same model.",
     "inspect": "Show which layers of a model or artifact have a KV cache, and what it costs in BF16 and packed.",
     "generate": "Continue a prompt with a converted model, its cache packed; text streams as it comes.",
+    "eval": "Measure ARTIFACT through its packed cache: perplexity, KL and agreement, retrieval by depth and length.",
+    "compare": "Convert MODEL with several schemes, measure each, and write one report.",
     "schemes": "List, show or validate schemes.",
     "passes": "List or explain the passes that a conversion is made of.",
 }

@@ -20,8 +20,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvcompile.codec.feedback import feedback_codes
 from kvcompile.codec.packing import pack_codes, unpack_codes
-from kvcompile.codec.quantizer import NO_TABLES, QuantizedRows, RowFormat, RowTables, dequantize_rows, quantize_rows
+from kvcompile.codec.quantizer import (
+    NO_TABLES,
+    FeedbackCoder,
+    QuantizedRows,
+    RowFormat,
+    RowTables,
+    dequantize_rows,
+    quantize_rows,
+)
 
 PAGE_TOKENS = 64
 """Tokens of a page, unless a format asks for more."""
@@ -101,9 +110,16 @@ class PageFormat:
         return width * groups
 
 
-def encode_pages(k: Tensor, v: Tensor, fmt: PageFormat, tables: PageTables = NO_PAGE_TABLES) -> Tensor:
+def encode_pages(
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    tables: PageTables = NO_PAGE_TABLES,
+    feedback: FeedbackCoder = feedback_codes,
+) -> Tensor:
     """Rotated rows ``[..., K, T, D]`` of keys and of values to pages uint8 ``[..., K, page_bytes]``."""
-    key, value = quantize_rows(k, fmt.key, tables.key), quantize_rows(v, fmt.value, tables.value)
+    key = quantize_rows(k, fmt.key, tables.key, feedback)
+    value = quantize_rows(v, fmt.value, tables.value, feedback)
     parts = [
         pack_codes(key.codes, fmt.key.bits).flatten(-2),
         pack_codes(value.codes, fmt.value.bits).transpose(-1, -2).flatten(-2),

@@ -5,6 +5,7 @@ scale, zero point and norm are rounded to BF16 *before* codes are chosen, so tha
 grid the encoder used. In order: divide by the token's norm, subtract a centroid, clip, find the grid, round.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,8 @@ LLOYD_MAX_LEVELS = {
 """Levels of least squared error for a standard normal variable, by bits (Lloyd 1982, Max 1960)."""
 
 TokenScaleKind = Literal["none", "l2", "rsqrt", "max", "mean_abs"]
+FeedbackCoder = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int], Tensor]
+"""`feedback_codes`, or a kernel that gives the same codes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,9 @@ def nearest_centroids(x: Tensor, centroids_KCD: Tensor) -> Tensor:
     return scores.argmax(-1).to(torch.int16)
 
 
-def quantize_rows(x: Tensor, fmt: RowFormat, tables: RowTables = NO_TABLES) -> QuantizedRows:
+def quantize_rows(
+    x: Tensor, fmt: RowFormat, tables: RowTables = NO_TABLES, feedback: FeedbackCoder = feedback_codes
+) -> QuantizedRows:
     """Encode rows ``[..., K, T, D]`` of any float dtype (without tables and norms, K and T may be missing).
 
     ``s = (hi - lo) / (2^b - 1)``, ``z = -lo / s``, ``code = round(clip(x / s + z, 0, 2^b - 1))`` with ties to even.
@@ -152,7 +157,7 @@ def quantize_rows(x: Tensor, fmt: RowFormat, tables: RowTables = NO_TABLES) -> Q
     groups, scale, zero = _grid(clipped, fmt)
     if fmt.rounding == "error_feedback":
         assert tables.feedback is not None, "error feedback needs its factor"
-        codes = feedback_codes(clipped, scale, zero, tables.feedback, fmt.bits, fmt.group_size, fmt.group_dim)
+        codes = feedback(clipped, scale, zero, tables.feedback, fmt.bits, fmt.group_size, fmt.group_dim)
     else:
         levels = 2**fmt.bits - 1
         dim = fmt.group_dim

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from kvcompile.artifact import Artifact, open_artifact, orthogonality_error
+from kvcompile.artifact import Artifact, open_artifact, inverse_error
 from kvcompile.calibration import read_corpus, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint, file_digest, open_checkpoint
 from kvcompile.errors import VerificationError
@@ -109,17 +109,18 @@ def _check_sidecar(artifact: Artifact) -> str:
                     raise VerificationError(
                         f"{where} has shape {manifest.sidecar.shapes.get(row.rotation)}, expected {square}"
                     )
-                error = orthogonality_error(tensors[row.rotation])
+                error = inverse_error(tensors[row.rotation], artifact.tensor(row.inverse))
                 if not error <= ORTHOGONALITY_TOLERANCE:
+                    wrong = "orthogonal" if row.inverse is None else "undone by its inverse"
                     raise VerificationError(
-                        f"{where} is not orthogonal (error {error:.1e}, allowed {ORTHOGONALITY_TOLERANCE:.0e})"
+                        f"{where} is not {wrong} (error {error:.1e}, allowed {ORTHOGONALITY_TOLERANCE:.0e})"
                     )
             stored = float(tensors[f"layers.{layer.index}.{half}.clip_ratio"])
             if stored != row.clip_ratio:
                 raise VerificationError(
                     f"layer {layer.index}: {half} clip ratio is {row.clip_ratio} in the manifest but {stored} in the sidecar"
                 )
-    return f"{len(tensors)} sidecar tensors have the right shapes, and rotations are orthogonal"
+    return f"{len(tensors)} sidecar tensors have the right shapes, and rotations are undone by their inverses"
 
 
 def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> str:

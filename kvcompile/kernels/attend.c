@@ -1,14 +1,17 @@
 /* Decode attention on a CPU over a layer of a packed cache, in float32: the layout of kvcompile/codec/{page,layer}.py.
 
-   Compiled at run time by kernels/cpu.py, once per geometry, with -D of HEAD_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
-   VALUE_GROUP and QUERIES (query heads per KV head). No intrinsics: GCC vector extensions, one token per lane.
+   Compiled at run time by kernels/cpu.py, once per format, with -D of HEAD_DIM, PAGE_TOKENS, QUERIES (query heads per
+   KV head); KEY_BITS, KEY_GROUP, VALUE_BITS, VALUE_GROUP; KEYS_BY_CHANNEL and KEYS_SCALED (0 or 1: axis channel, norms);
+   and where the parts of a page lie: VALUE_CODES_AT, KEY_META_AT, VALUE_META_AT, KEY_NORM_AT, PAGE_BYTES.
+   No intrinsics: GCC vector extensions, one token per lane.
 
    1. Codes are read as 32-bit words with tokens along the lanes: value codes are stored so, key codes are transposed.
       A code is taken out by one mask and one int-to-float conversion and is not shifted: at bit p it reads as
       code * 2^p, and 2^-p is folded into the query (keys), the weight and the result (values). No horizontal sums.
-   2. Four tokens share a word of value codes. So that all else lines up with them, token 4 l + b of a page is worked on
-      at position 16 b + l: lane l of byte b.
-   3. Scale s and zero z stay outside: logit = s (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per group.
+   2. Four tokens share a word of value codes. So that weights line up with them, the weight of token 4 l + b of a page
+      is put at position l of quarter b: lane l of byte b.
+   3. Scale s and zero z of a token stay outside: logit = s (q.code) - s z sum(q), out = sum (p s) code - sum p s z, per
+      group. Those of a channel go into the query, once per page and group of tokens: logit = (q s).code - (q s).z.
    4. Online softmax in base 2 over blocks of pages. The history is cut into tasks (row, KV head, split); partial
       results are merged in order, so the result depends on the number of threads but not on who did what. */
 
@@ -16,14 +19,15 @@
 #pragma GCC optimize("no-tree-reassoc") /* or GCC splits chains of multiply-adds into multiplications and additions */
 #endif
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    PAGE = 64,       /* tokens of a page */
-    BLOCK_PAGES = 8, /* pages per step of the online softmax */
-    BLOCK = PAGE * BLOCK_PAGES,
+    PAGE = PAGE_TOKENS,
+    BLOCK = 512, /* tokens per step of the online softmax */
+    BLOCK_PAGES = BLOCK / PAGE,
     TASKS_PER_THREAD = 4, /* enough to even out threads of unequal speed */
     D = HEAD_DIM,
     G = QUERIES,
@@ -31,13 +35,11 @@ enum {
     VALUE_CODES = 8 / VALUE_BITS,
     KEY_ROW = D / KEY_CODES, /* bytes of a token */
     VALUE_ROW = D / VALUE_CODES,
-    KEY_GROUPS = D / KEY_GROUP,
+    KEY_CHANNELS = KEYS_BY_CHANNEL ? D : KEY_GROUP,  /* whose products are summed before a scale is applied */
+    KEY_TOKENS = KEYS_BY_CHANNEL ? KEY_GROUP : PAGE, /* for which the same folded query serves */
+    KEY_GROUPS = D / KEY_CHANNELS,
+    KEY_QUERIES = PAGE / KEY_TOKENS,
     VALUE_GROUPS = D / VALUE_GROUP,
-    VALUE_OFFSET = PAGE * KEY_ROW,
-    KEY_META = VALUE_OFFSET + PAGE * VALUE_ROW,
-    VALUE_META = KEY_META + PAGE * 4 * KEY_GROUPS,
-    PAGE_BYTES = VALUE_META + PAGE * 4 * VALUE_GROUPS,
-    FETCH = PAGE_BYTES * 4 / D, /* bytes of the next page to fetch while four channels are worked on */
 #if defined(__AVX512F__)
     LANES = 16, QUERY_BLOCK = 4, /* 16 accumulators of 32 registers */
 #elif defined(__AVX__)
@@ -46,10 +48,13 @@ enum {
     LANES = 4, QUERY_BLOCK = 4,
 #endif
     TILE = 4, /* vectors of tokens in flight */
+    TILES = PAGE / (TILE * LANES),
+    FETCH = PAGE_BYTES * 4 / (TILES * D), /* bytes of the next page to fetch per four channels of a tile */
     QUERY_REST = G % QUERY_BLOCK,
 };
 
 #define LOWEST -1e30f /* stands for minus infinity, which -ffast-math does not know */
+#define LOG2_E 1.44269504f
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -63,9 +68,13 @@ typedef struct { /* result of a task: the output before division by `sum` */
 typedef struct { /* what a thread works in */
     Floats acc[G][D];             /* weights @ value codes; lanes not yet summed, code i still times 2^(i VALUE_BITS) */
     Floats zero[VALUE_GROUPS][G]; /* sum of p s z of a block, lanes not yet summed */
-    float q[G][D], q_code[G][D], q_sum[G][KEY_GROUPS];
+    float q[G][D], unit[D];          /* unit: 2^-p of each channel of the keys */
+    float q_code[KEY_QUERIES][G][D]; /* what codes are multiplied by, as they are read */
+    float q_sum[KEY_GROUPS][G];      /* sum(q) of a group of channels */
+    float q_zero[KEY_QUERIES][G];    /* or (q s).z where keys are scaled by channel */
     float logit[G][BLOCK], weight[VALUE_GROUPS][G][BLOCK], scale[VALUE_GROUPS][BLOCK], scale_zero[VALUE_GROUPS][BLOCK];
-    int32_t key_word[KEY_ROW / 4][PAGE], key_meta[KEY_GROUPS][PAGE], value_meta[PAGE];
+    float norm[PAGE];
+    int32_t key_word[KEY_ROW / 4][PAGE];
 } Scratch;
 
 INLINE float bits_to_float(uint32_t x) { float f; memcpy(&f, &x, 4); return f; }
@@ -94,19 +103,38 @@ INLINE float exp2_negative(float x) {
     return p * bits_to_float((uint32_t)(n + 127) << 23);
 }
 
-/* Words [PAGE][width] to [width][PAGE] in the order of positions. */
-INLINE void transpose_words(const int32_t *restrict from, const int width, int32_t *restrict to) {
-    for (int l = 0; l < PAGE / 4; l++)
-        UNROLL for (int b = 0; b < 4; b++)
-            UNROLL for (int j = 0; j < width; j++) to[j * PAGE + b * PAGE / 4 + l] = from[(4 * l + b) * width + j];
+/* Key codes of a page to words with tokens side by side. */
+static void transpose_keys(Scratch *s, const int32_t *restrict from) {
+    for (int t = 0; t < PAGE; t++)
+        UNROLL for (int j = 0; j < KEY_ROW / 4; j++) s->key_word[j][t] = from[t * (KEY_ROW / 4) + j];
+}
+
+/* Scales and zero points of channels [KEY_QUERIES][D] into the queries. */
+static void fold_queries(Scratch *s, const uint32_t *meta) {
+    float scale[D], scale_zero[D];
+    for (int n = 0; n < KEY_QUERIES; n++, meta += D) {
+        for (int d = 0; d < D; d++) {
+            scale[d] = bits_to_float(meta[d] << 16) * s->unit[d];
+            scale_zero[d] = bits_to_float(meta[d] << 16) * bits_to_float(meta[d] & 0xffff0000u);
+        }
+        for (int g = 0; g < G; g++) {
+            float total = 0;
+            for (int d = 0; d < D; d++) {
+                s->q_code[n][g][d] = s->q[g][d] * scale[d];
+                total += s->q[g][d] * scale_zero[d];
+            }
+            s->q_zero[n][g] = total;
+        }
+    }
 }
 
 /* Logits of a page whose keys lie in scratch, for queries first .. first + count - 1; rows of `logit` BLOCK apart. */
-INLINE void score_page(const Scratch *s, int first, const int count, float *logit, const uint8_t *next_page) {
+INLINE void score_page(const Scratch *s, const uint8_t *page, int first, const int count, float *logit,
+                       const uint8_t *next_page) {
     for (int t = 0; t < PAGE; t += TILE * LANES) {
         Floats sum[QUERY_BLOCK][TILE] = {0};
         for (int group = 0; group < KEY_GROUPS; group++) {
-            const int start = group * KEY_GROUP, stop = start + KEY_GROUP;
+            const int start = group * KEY_CHANNELS, stop = start + KEY_CHANNELS;
             Floats dot[QUERY_BLOCK][TILE] = {0};
             UNROLL for (int i = 0; i < KEY_CODES; i++) { /* channels of the group that are code i of their byte */
                 const int low = start > i * KEY_ROW ? start : i * KEY_ROW;
@@ -117,19 +145,29 @@ INLINE void score_page(const Scratch *s, int first, const int count, float *logi
                         UNROLL for (int v = 0; v < TILE; v++) {
                             Ints word = load(&s->key_word[(d - i * KEY_ROW) / 4][t + v * LANES]);
                             Floats code = code_of(word, b, i, KEY_BITS);
-                            UNROLL for (int g = 0; g < count; g++) dot[g][v] += s->q_code[first + g][d + b] * code;
+                            const int n = (t + v * LANES) / KEY_TOKENS;
+                            UNROLL for (int g = 0; g < count; g++) dot[g][v] += s->q_code[n][first + g][d + b] * code;
                         }
                 }
             }
             UNROLL for (int v = 0; v < TILE; v++) {
-                Ints meta = load(&s->key_meta[group][t + v * LANES]);
-                Floats scale = (Floats)(meta << 16), zero = (Floats)(meta & ~0xffff);
-                UNROLL for (int g = 0; g < count; g++)
-                    sum[g][v] += scale * (dot[g][v] - zero * s->q_sum[first + g][group]);
+                if (KEYS_BY_CHANNEL) {
+                    const int n = (t + v * LANES) / KEY_TOKENS;
+                    UNROLL for (int g = 0; g < count; g++) sum[g][v] = dot[g][v] - s->q_zero[n][first + g];
+                } else {
+                    Ints meta = load(page + KEY_META_AT + 4 * (group * PAGE + t + v * LANES));
+                    Floats scale = (Floats)(meta << 16), zero = (Floats)(meta & ~0xffff);
+                    UNROLL for (int g = 0; g < count; g++)
+                        sum[g][v] += scale * (dot[g][v] - zero * s->q_sum[group][first + g]);
+                }
             }
         }
-        UNROLL for (int g = 0; g < count; g++)
-            UNROLL for (int v = 0; v < TILE; v++) memcpy(&logit[g * BLOCK + t + v * LANES], &sum[g][v], sizeof(Floats));
+        UNROLL for (int v = 0; v < TILE; v++)
+            UNROLL for (int g = 0; g < count; g++) {
+                if (KEYS_SCALED) sum[g][v] *= load_floats(&s->norm[t + v * LANES]);
+                memcpy(&logit[g * BLOCK + t + v * LANES], &sum[g][v], sizeof(Floats));
+            }
+        next_page += FETCH * D / 4;
     }
 }
 
@@ -143,7 +181,7 @@ INLINE void add_values(Scratch *s, const uint8_t *const *page, int num_pages, co
                 sum[g][i] = s->zero[(j + i * VALUE_ROW) / VALUE_GROUP][first + g] * -(float)(1 << VALUE_BITS * i);
         for (int n = 0; n < num_pages; n++)
             for (int l = 0; l < PAGE / 4; l += LANES) {
-                Ints word = load(page[n] + VALUE_OFFSET + j * PAGE + 4 * l);
+                Ints word = load(page[n] + VALUE_CODES_AT + j * PAGE + 4 * l);
                 UNROLL for (int b = 0; b < 4; b++)
                     UNROLL for (int i = 0; i < VALUE_CODES; i++) {
                         const int group = (j + i * VALUE_ROW) / VALUE_GROUP, position = n * PAGE + b * PAGE / 4 + l;
@@ -171,39 +209,48 @@ static float softmax_step(float *logit, int count, float *max, float *sum) {
     return rescale;
 }
 
+/* Softmax weights of a block times the scales of their values, in the order of the bytes of value words. */
+INLINE void weigh(Scratch *s, int num_pages, int group, int g) {
+    float weight[BLOCK];
+    Floats zero = {0};
+    for (int t = 0; t < num_pages * PAGE; t += LANES) {
+        Floats p = load_floats(&s->logit[g][t]), scaled = p * load_floats(&s->scale[group][t]);
+        memcpy(&weight[t], &scaled, sizeof scaled);
+        zero += p * load_floats(&s->scale_zero[group][t]);
+    }
+    s->zero[group][g] = zero;
+    for (int n = 0; n < num_pages; n++)
+        for (int l = 0; l < PAGE / 4; l++)
+            UNROLL for (int b = 0; b < 4; b++)
+                s->weight[group][g][n * PAGE + b * (PAGE / 4) + l] =
+                    weight[n * PAGE + 4 * l + b] * (1.0f / (1 << code_shift(b, 0, VALUE_BITS)));
+}
+
 /* A block of pages; page[num_pages] is the one to fetch next. */
 static void attend_pages(Scratch *s, const uint8_t *const *page, int num_pages, Partial *part) {
     float rescale[G];
     for (int n = 0; n < num_pages; n++) {
-        transpose_words((const int32_t *)page[n], KEY_ROW / 4, s->key_word[0]);
-        for (int group = 0; group < KEY_GROUPS; group++)
-            transpose_words((const int32_t *)(page[n] + KEY_META) + group * PAGE, 1, s->key_meta[group]);
+        transpose_keys(s, (const int32_t *)page[n]);
+        if (KEYS_BY_CHANNEL) fold_queries(s, (const uint32_t *)(page[n] + KEY_META_AT));
+        if (KEYS_SCALED)
+            for (int t = 0; t < PAGE; t++) s->norm[t] = bf16(((const uint16_t *)(page[n] + KEY_NORM_AT))[t]);
         for (int group = 0; group < VALUE_GROUPS; group++) {
-            float *scale = &s->scale[group][n * PAGE], *scale_zero = &s->scale_zero[group][n * PAGE];
-            transpose_words((const int32_t *)(page[n] + VALUE_META) + group * PAGE, 1, s->value_meta);
-            UNROLL for (int b = 0; b < 4; b++)
-                for (int t = b * PAGE / 4; t < (b + 1) * PAGE / 4; t++) {
-                    const uint32_t meta = s->value_meta[t];
-                    scale[t] = bits_to_float(meta << 16) / (1 << code_shift(b, 0, VALUE_BITS));
-                    scale_zero[t] = bits_to_float(meta << 16) * bits_to_float(meta & 0xffff0000u);
-                }
+            const uint32_t *meta = (const uint32_t *)(page[n] + VALUE_META_AT) + group * PAGE;
+            for (int t = 0; t < PAGE; t++) {
+                const float scale = bits_to_float(meta[t] << 16);
+                s->scale[group][n * PAGE + t] = scale;
+                s->scale_zero[group][n * PAGE + t] = scale * bits_to_float(meta[t] & 0xffff0000u);
+            }
         }
         for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK)
-            score_page(s, g, QUERY_BLOCK, &s->logit[g][n * PAGE], page[n + 1]);
-        if (QUERY_REST) score_page(s, G - QUERY_REST, QUERY_REST, &s->logit[G - QUERY_REST][n * PAGE], page[n + 1]);
+            score_page(s, page[n], g, QUERY_BLOCK, &s->logit[g][n * PAGE], page[n + 1]);
+        if (QUERY_REST)
+            score_page(s, page[n], G - QUERY_REST, QUERY_REST, &s->logit[G - QUERY_REST][n * PAGE], page[n + 1]);
     }
     for (int g = 0; g < G; g++) {
         rescale[g] = softmax_step(s->logit[g], num_pages * PAGE, &part->max[g], &part->sum[g]);
         for (int d = 0; d < D; d++) part->out[g][d] *= rescale[g];
-        for (int group = 0; group < VALUE_GROUPS; group++) {
-            Floats zero = {0};
-            for (int t = 0; t < num_pages * PAGE; t += LANES) {
-                Floats p = load_floats(&s->logit[g][t]), weight = p * load_floats(&s->scale[group][t]);
-                memcpy(&s->weight[group][g][t], &weight, sizeof weight);
-                zero += p * load_floats(&s->scale_zero[group][t]);
-            }
-            s->zero[group][g] = zero;
-        }
+        for (int group = 0; group < VALUE_GROUPS; group++) weigh(s, num_pages, group, g);
     }
     for (int g = 0; g + QUERY_BLOCK <= G; g += QUERY_BLOCK) add_values(s, page, num_pages, rescale, g, QUERY_BLOCK);
     if (QUERY_REST) add_values(s, page, num_pages, rescale, G - QUERY_REST, QUERY_REST);
@@ -239,12 +286,13 @@ static void start_task(Scratch *s, const float *q, float scaling, Partial *part)
     memset(s->acc, 0, sizeof s->acc);
     memset(s->q_sum, 0, sizeof s->q_sum);
     memset(part, 0, sizeof *part);
+    for (int d = 0; d < D; d++) s->unit[d] = 1.0f / (1 << code_shift(d % KEY_ROW % 4, d / KEY_ROW, KEY_BITS));
     for (int g = 0; g < G; g++) {
         part->max[g] = LOWEST;
         for (int d = 0; d < D; d++) {
-            s->q[g][d] = q[g * D + d] * scaling * 1.44269504f;
-            s->q_code[g][d] = s->q[g][d] / (1 << code_shift(d % KEY_ROW % 4, d / KEY_ROW, KEY_BITS));
-            s->q_sum[g][d / KEY_GROUP] += s->q[g][d];
+            s->q[g][d] = q[g * D + d] * scaling * LOG2_E;
+            s->q_code[0][g][d] = s->q[g][d] * s->unit[d];
+            s->q_sum[d / KEY_CHANNELS][g] += s->q[g][d];
         }
     }
 }
@@ -259,8 +307,8 @@ static void finish_task(const Scratch *s, Partial *part) {
         }
 }
 
-/* Partial results of one row and KV head to its output [G][D]; zeros where there is no token. */
-static void merge(const Partial *part, int splits, float *out) {
+/* Partial results of one row and KV head to its output [G][D] and log-sum-exp [G]; zeros where there is no token. */
+static void merge(const Partial *part, int splits, float *out, float *lse) {
     memset(out, 0, G * D * sizeof *out);
     for (int g = 0; g < G; g++) {
         float max = LOWEST, sum = 0;
@@ -271,14 +319,16 @@ static void merge(const Partial *part, int splits, float *out) {
             for (int d = 0; d < D; d++) out[g * D + d] += weight * part[n].out[g][d];
         }
         for (int d = 0; d < D; d++) out[g * D + d] = sum > 0 ? out[g * D + d] / sum : 0;
+        lse[g] = sum > 0 ? max / LOG2_E + logf(sum) : 0;
     }
 }
 
-/* Shapes as in LayerCache, q and out [B][K G][D], rows of `table` table_stride apart. Returns 1 without memory. */
+/* Shapes as in LayerCache, q and out [B][K G][D], lse [B][K G], rows of `table` table_stride apart. Returns 1 where
+   memory is short. */
 int attend(const float *q, const uint8_t *pages, const int32_t *table, const int32_t *num_pages,
            const int32_t *num_tokens, const uint16_t *sink_k, const uint16_t *sink_v, const uint16_t *recent_k,
-           const uint16_t *recent_v, float *out, int B, int K, int64_t table_stride, int S, int W, float scaling,
-           int threads) {
+           const uint16_t *recent_v, float *out, float *lse, int B, int K, int64_t table_stride, int S, int W,
+           float scaling, int threads) {
     int64_t blocks = 0, most_pages = 0;
     for (int row = 0; row < B; row++) {
         blocks += (int64_t)K * ((num_pages[row] + BLOCK_PAGES - 1) / BLOCK_PAGES);
@@ -324,7 +374,7 @@ int attend(const float *q, const uint8_t *pages, const int32_t *table, const int
             finish_task(s, part);
             /* Whoever ends last merges: a barrier more would cost more wherever threads have to wait for a core. */
             if (__atomic_add_fetch(&done[pair], 1, __ATOMIC_ACQ_REL) == splits)
-                merge(parts + (size_t)pair * splits, splits, out + (size_t)pair * G * D);
+                merge(parts + (size_t)pair * splits, splits, out + (size_t)pair * G * D, lse + (size_t)pair * G);
         }
     }
     free(parts);

@@ -24,12 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcompile.codec.layer import LayerCache
-from kvcompile.codec.page import PAGE_TOKENS
+from kvcompile.codec.page import PAGE_TOKENS, PageFormat
 from kvcompile.kernels.triton_encode import as_float, bf16_bits, to_bf16
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-_PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
+_STEP_TOKENS = tl.constexpr(PAGE_TOKENS)  # tokens of a page per step; a page has a multiple
 _LOG2_E = 1.4426950408889634
+_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,18 @@ def _attend_pages(
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
-    TABLE: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention over table columns `first_page` to `end_page` of one row and KV head; PG is G padded."""
-    T: tl.constexpr = _PAGE_TOKENS
+    T: tl.constexpr = _STEP_TOKENS
+    STEPS: tl.constexpr = PAGE // T
     K_PARTS: tl.constexpr = 8 // K_BITS
     K_BYTES: tl.constexpr = D // K_PARTS
     V_PARTS: tl.constexpr = 8 // V_BITS
     V_BYTES: tl.constexpr = D // V_PARTS
-    V_CODES: tl.constexpr = T * K_BYTES
-    K_META: tl.constexpr = V_CODES + T * V_BYTES
-    V_META: tl.constexpr = K_META + T * 4 * (D // K_GROUP)
+    V_CODES: tl.constexpr = PAGE * K_BYTES
+    K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
+    V_META: tl.constexpr = K_META + PAGE * 4 * (D // K_GROUP)
     kc = tl.arange(0, K_CHUNK)
     vc = tl.arange(0, V_CHUNK)
     t = tl.arange(0, T)
@@ -201,18 +203,22 @@ def _attend_pages(
     for block in tl.range(0, _loop_end((end_page - first_page + TABLE - 1) // TABLE)):
         first = first_page + block * TABLE
         ids_N = tl.load(table_ptr + first + n, mask=first + n < end_page, other=0)
-        for index in tl.range(0, _loop_end(tl.minimum(end_page - first, TABLE)), num_stages=STAGES):
+        for step in tl.range(0, _loop_end(tl.minimum(end_page - first, TABLE) * STEPS), num_stages=STAGES):
             # A vector of ids and this sum, because a scalar load in the loop would keep it from being pipelined.
+            index = step // STEPS
             page_ptr = pages_ptr + tl.sum(tl.where(n == index, ids_N, 0), axis=0).to(tl.int64) * page_stride_p
-            k_bytes_TC = tl.load(page_ptr + t[:, None] * K_BYTES + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0)
+            token_T = (step - index * STEPS) * T + t
+            k_bytes_TC = tl.load(
+                page_ptr + token_T[:, None] * K_BYTES + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0
+            )
             v_ptr = page_ptr + V_CODES
-            v_bytes_CT = tl.load(v_ptr + vc[:, None] * T + t[None, :], mask=(vc < V_BYTES)[:, None], other=0)
+            v_bytes_CT = tl.load(v_ptr + vc[:, None] * PAGE + token_T[None, :], mask=(vc < V_BYTES)[:, None], other=0)
             k_meta_ptr = (page_ptr + K_META).to(tl.pointer_type(tl.int32))
             v_meta_ptr = (page_ptr + V_META).to(tl.pointer_type(tl.int32))
 
             logits_TG = tl.zeros([T, PG], tl.float32)
             for group in tl.static_range(D // K_GROUP):
-                meta_T = tl.load(k_meta_ptr + group * T + t)
+                meta_T = tl.load(k_meta_ptr + group * PAGE + token_T)
                 scale_T = (meta_T << 16).to(tl.float32, bitcast=True)
                 zero_T = (meta_T & -65536).to(tl.float32, bitcast=True)
                 dots_TG = tl.zeros([T, PG], tl.int32)
@@ -238,7 +244,7 @@ def _attend_pages(
             units = ()
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
-                meta_T = tl.load(v_meta_ptr + group * T + t)
+                meta_T = tl.load(v_meta_ptr + group * PAGE + token_T)
                 ps_TG = p_TG * (meta_T << 16).to(tl.float32, bitcast=True)[:, None]
                 zero_T = (meta_T & -65536).to(tl.float32, bitcast=True)
                 largest_G = tl.maximum(tl.max(ps_TG, axis=0), 1e-30)
@@ -338,7 +344,7 @@ def _split_kernel(
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, TABLE: tl.constexpr, WINDOW_TILE: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, TABLE: tl.constexpr, WINDOW_TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none."""
     row = (tl.program_id(0) // num_heads).to(tl.int64)
@@ -355,12 +361,12 @@ def _split_kernel(
         _attend_pages(
             q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, out_ptr, stats_ptr,
             first_page, tl.minimum(first_page + share, num_pages), page_stride_p, scaling,
-            G, PG, D, K_BITS, K_GROUP, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, TABLE, STAGES,
+            G, PG, D, K_BITS, K_GROUP, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TABLE, STAGES,
         )  # fmt: skip
     else:
         num_tokens = tl.load(num_tokens_ptr + row)
         num_sink = tl.minimum(num_tokens, sink)
-        first = num_pages * _PAGE_TOKENS
+        first = num_pages * PAGE
         _attend_windows(
             q_ptr, q_stride_h,
             sink_k_ptr + row * sink_k_stride_b + head * sink_k_stride_k,
@@ -375,10 +381,13 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, num_splits,
+    partial_ptr, stats_ptr, out_ptr, lse_ptr, num_splits,
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per (batch row, query head): the weighted mean over splits; zeros where no split has tokens."""
+    """One program per (batch row, query head): the weighted mean over splits, and the log of the sum of weights.
+
+    Zeros and minus infinity where no split has tokens.
+    """
     index = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     m = tl.full([1], float("-inf"), tl.float32)
@@ -399,11 +408,27 @@ def _merge_kernel(
         l_ = l_ * old + tl.sum(weight_Z * l_Z, axis=0)
         acc_D = acc_D * old + tl.sum(weight_Z[:, None] * part_ZD, axis=0)
         m = new_m
-    tl.store(out_ptr + index * D + d, acc_D / tl.where(l_ > 0.0, l_, 1.0), mask=d < D)
+    sum_ = tl.where(l_ > 0.0, l_, 1.0)
+    tl.store(out_ptr + index * D + d, acc_D / sum_, mask=d < D)
+    tl.store(lse_ptr + index + tl.arange(0, 1), m * _LN_2 + tl.log(sum_))  # logits are in base 2
 
 
-def attend(q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfig | None = None) -> Tensor:
-    """Attention of one new rotated query per row and head: means `codec.attend_layer`; float32 ``[B, H, D]``.
+def supports(fmt: PageFormat) -> bool:
+    """Whether this kernel reads the format; if not, the codec does."""
+    return all(
+        row.bits in (2, 4)
+        and row.axis == "token"
+        and row.zero_point != "none"
+        and row.token_scale == "none"
+        and not row.centroids
+        for row in (fmt.key, fmt.value)
+    )
+
+
+def attend(
+    q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one new rotated query per row and head, means `codec.attend_layer`: float32 ``[B, H, D]``, ``[B, H]``.
 
     Lengths and page tables are read on the device only, so the call may be captured into a CUDA graph.
     """
@@ -411,6 +436,8 @@ def attend(q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfi
     num_heads = layer.pages_PKX.shape[1]
     if num_queries % num_heads or head_dim != layer.fmt.head_dim or batch != layer.table_BN.shape[0]:
         raise ValueError(f"queries {[*q_BHD.shape]} do not fit pages {[*layer.pages_PKX.shape]} in {layer.fmt}")
+    if not supports(layer.fmt):
+        raise ValueError(f"no kernel reads {layer.fmt}")
     windows = (layer.sink_k_BKSD, layer.sink_v_BKSD, layer.recent_k_BKWD, layer.recent_v_BKWD)
     for x in (q_BHD, layer.pages_PKX, layer.table_BN, *windows):
         if x.numel() and x.stride(-1) != 1:
@@ -423,8 +450,9 @@ def attend(q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfi
     partial = torch.empty((batch * num_heads, splits, groups, head_dim), dtype=torch.float32, device=q_BHD.device)
     stats = torch.empty((batch * num_heads, splits, groups, 2), dtype=torch.float32, device=q_BHD.device)
     out_BHD = torch.empty(q_BHD.shape, dtype=torch.float32, device=q_BHD.device)
+    lse_BH = torch.empty(q_BHD.shape[:2], dtype=torch.float32, device=q_BHD.device)
     if not batch:
-        return out_BHD
+        return out_BHD, lse_BH
     _split_kernel[(batch * num_heads, splits)](
         q_BHD, layer.pages_PKX, layer.table_BN, layer.num_pages_B, layer.num_tokens_B, *windows, partial, stats,
         scaling * _LOG2_E, num_heads, layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
@@ -434,10 +462,10 @@ def attend(q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfi
         G=groups, PG=max(4, triton.next_power_of_2(groups)), D=head_dim,
         K_BITS=key.bits, K_GROUP=key.group_size, K_CHUNK=max(32, triton.next_power_of_2(key.row_bytes)),
         V_BITS=value.bits, V_GROUP=value.group_size, V_CHUNK=max(16, triton.next_power_of_2(value.row_bytes)),
-        WIDTH=width, TABLE=config.table_block, WINDOW_TILE=config.window_tile, STAGES=config.num_stages,
+        PAGE=layer.fmt.tokens, WIDTH=width, TABLE=config.table_block, WINDOW_TILE=config.window_tile, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     _merge_kernel[(batch * num_queries,)](
-        partial, stats, out_BHD, splits, G=groups, D=head_dim, WIDTH=width, BLOCK=16, num_warps=4
+        partial, stats, out_BHD, lse_BH, splits, G=groups, D=head_dim, WIDTH=width, BLOCK=16, num_warps=4
     )
-    return out_BHD
+    return out_BHD, lse_BH

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvcompile.artifact import orthogonality_error
+from kvcompile.artifact import inverse_error
 from kvcompile.errors import KvCompileError, PassError
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import release_memory
@@ -119,10 +119,14 @@ def find_fault(ir: IR) -> str | None:
             return f"{name} is not finite"
         layer = layers[index]
         square = (layer.num_key_value_heads, layer.head_dim, layer.head_dim)
-        if _is_square(tensor) and tuple(tensor.shape) != square:
+        if ".correction." not in name and _is_square(tensor) and tuple(tensor.shape) != square:
             return f"{name} has shape {list(tensor.shape)}, expected {list(square)}"
-        if name.endswith(".rotation") and (error := orthogonality_error(tensor)) > 1e-5:
-            return f"{name} is not orthogonal (error {error:.1e})"
+        if name.endswith(".rotation"):
+            inverse = ir.tensors.get(name.removesuffix("rotation") + "inverse")
+            if (error := inverse_error(tensor, inverse)) > 1e-5:
+                return (
+                    f"{name} is not {'orthogonal' if inverse is None else 'undone by its inverse'} (error {error:.1e})"
+                )
     return None
 
 

@@ -12,6 +12,7 @@ from kvcompile.errors import CalibrationError
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.coding import HalfCoding
 from kvcompile.passes.ir import IR
+from kvcompile.scheme.model import Half
 
 ITERATIONS = 15
 
@@ -76,7 +77,7 @@ def cluster(rows_KND: Tensor, count: int) -> Tensor:
     return centroids_KCD
 
 
-def _coded(ir: IR) -> list[tuple[int, str, int]]:
+def _coded(ir: IR) -> list[tuple[int, Half, int]]:
     """Layer, half and number of centroids of everything that is stored as residuals."""
     return [
         (layer.index, half, row.centroids)

@@ -7,14 +7,13 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from kvcompile.calibration import AttentionSample
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
-from kvcompile.passes.coding import HalfCoding, history_slice
-from kvcompile.passes.feedback import output_gram
+from kvcompile.passes.coding import HalfCoding
 from kvcompile.passes.ir import IR
+from kvcompile.passes.output_error import OutputError
 from kvcompile.scheme import RowCodec
 from kvcompile.scheme.model import Half, QuantileClip
 
@@ -100,38 +99,6 @@ def search(error: Callable[[float], float]) -> tuple[float, float]:
     while at(best + 1) <= limit:
         best += 1
     return CANDIDATES[best], at(best)
-
-
-class OutputError:
-    """Relative squared error of a layer's attention output when the history of one half is quantized.
-
-    Shapes: S sequences, K KV heads, X = G n rows of queries, T tokens, D head_dim. Output differences are weighted with
-    the Gram matrix of W_O, averaged over the query heads of a KV head.
-    """
-
-    def __init__(self, ir: IR, layer: AttentionLayer, sample: AttentionSample):
-        self.sample = sample
-        self.history = history_slice(ir.scheme.layer(layer.index).window, sample.k_SKTD.shape[2])
-        self.gram_KDD = output_gram(ir, layer).float()
-        self.weights_SKXT = self._attend(sample.k_SKTD)
-        self.norm = self._weigh(self.weights_SKXT @ sample.v_SKTD)
-
-    def __call__(self, half: str, coding: HalfCoding) -> float:
-        """The error when history is stored with this coding."""
-        rows = self.sample.k_SKTD if half == "key" else self.sample.v_SKTD
-        quantized = rows.clone()
-        quantized[:, :, self.history] = coding(rows[:, :, self.history])
-        if half == "key":
-            change = (self._attend(quantized) - self.weights_SKXT) @ self.sample.v_SKTD
-        else:
-            change = self.weights_SKXT @ (quantized - rows)
-        return self._weigh(change) / self.norm
-
-    def _attend(self, k_SKTD: Tensor) -> Tensor:
-        return (self.sample.q_SKXD @ k_SKTD.mT * self.sample.scaling).softmax(dim=-1)
-
-    def _weigh(self, change_SKXD: Tensor) -> float:
-        return float(((change_SKXD @ self.gram_KDD) * change_SKXD).sum().clamp_min(1e-30))
 
 
 def _error_at(ir: IR, layer: AttentionLayer, half: Half, outputs: OutputError, ratio: float) -> float:

@@ -20,8 +20,11 @@ from kvcompile.errors import (
     SchemeError,
     VerificationError,
 )
-from kvcompile.models import resolve_device
+from kvcompile.models import resolve_device, take_inventory
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
+from kvcompile.passes.calibrate import CalibratePass
+from kvcompile.passes.collection import CalibrationText, Collection, SharedStatistics, collect
+from kvcompile.passes.inventory import check_scheme
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
@@ -64,12 +67,14 @@ def convert(
     stop_after: str | None = None,
     instruments: Sequence[Instrument] = (),
     track: Callable[..., Iterable[Any]] | None = None,
+    statistics: SharedStatistics | None = None,
 ) -> Conversion:
     """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
 
     Everything that can be refused is refused before work starts: architecture, scheme, calibration text, output. The
     output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
-    `dry_run` stops after the inventory. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    `dry_run` stops after the inventory. `statistics` (from `collect_statistics`) spare the forward pass and change nothing
+    else. Raises a KvCompileError whose message says what is wrong, where, and what to do.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
@@ -85,7 +90,8 @@ def convert(
     workspace.check_output()
     checkpoint = open_checkpoint(model)
     workspace.check_source(checkpoint.path)
-    given = CalibrationInput(Path(calibration) if calibration else None, calibration_field, calibration_tokens, seed)
+    text = Path(calibration) if calibration else None
+    given = CalibrationInput(text, calibration_field, calibration_tokens, seed, statistics)
     steps = build_passes(scheme, given)
     _check_order(scheme, stop_after)
     ir = IR(checkpoint, scheme, weights)
@@ -143,6 +149,42 @@ def convert(
         _resume_hint(error, workspace)
         raise
     return result(ir, manifest)
+
+
+def collect_statistics(
+    model: str | Path,
+    schemes: Iterable[Scheme],
+    *,
+    calibration: str | Path | None = None,
+    calibration_field: str = "text",
+    calibration_tokens: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    track: Callable[..., Iterable[Any]] | None = None,
+) -> SharedStatistics:
+    """What conversions of `model` with all of these schemes need, in one forward pass for each length of text they ask for.
+
+    Hand it to `convert` as `statistics`, with the same calibration. Raises what `convert` would raise for the model, a
+    scheme that does not fit it, or the text.
+    """
+    checkpoint = open_checkpoint(model)
+    given = CalibrationInput(Path(calibration) if calibration else None, calibration_field, calibration_tokens, seed)
+    needs: dict[CalibrationText, Collection] = {}
+    inventory = take_inventory(checkpoint)
+    for scheme in schemes:
+        check_scheme(scheme, inventory)
+        ir = IR(checkpoint, scheme, "fold", inventory)
+        for step in build_passes(scheme, given):
+            if isinstance(step, CalibratePass) and scheme.calibrates():
+                text, wanted = step.text_for(ir), step.collection(ir)
+                needs[text] = needs[text] | wanted if text in needs else wanted
+    shared = SharedStatistics(checkpoint)
+    for text, wanted in needs.items():
+        context = Context(resolve_device(device), Path())
+        if track is not None:
+            context.track = track
+        shared.add(text, wanted, collect(checkpoint, inventory, text, wanted, context))
+    return shared
 
 
 def _check_order(scheme: Scheme, stop_after: str | None) -> None:

@@ -16,7 +16,8 @@ from kvcompile.passes.ir import IR, Fold
 class FoldPass:
     """Plans edits; no weight is changed before emit.
 
-    1. ``W_V <- W_V R_V`` and ``b_V <- b_V R_V`` per KV head, ``W_O <- R_V^T W_O`` per query head (row-vector convention).
+    1. ``W_V <- W_V R_V`` and ``b_V <- b_V R_V`` per KV head, ``W_O <- R_V^-1 W_O`` per query head (row-vector convention);
+       the inverse of an orthogonal R_V is its transpose.
     2. Only these tensors are ever edited: embeddings, tied or not, are never touched.
     3. With overlay weights nothing is folded and R_V stays online.
     4. Weights to be folded must be finite.
@@ -67,13 +68,16 @@ class FoldPass:
 def fold_edits(ir: IR) -> dict[str, Edit]:
     """The planned edits as functions of the source tensor, by tensor name; they compute in float64."""
     layers = {layer.index: layer for layer in ir.layers().layers}
-    return {fold.tensor: _edit(fold, layers[fold.layer], _rotation(ir, layers[fold.layer])) for fold in ir.folds}
+    return {fold.tensor: _edit(ir, fold, layers[fold.layer]) for fold in ir.folds}
 
 
-def _edit(fold: Fold, layer: AttentionLayer, r_KDD: Tensor | None) -> Edit:
+def _edit(ir: IR, fold: Fold, layer: AttentionLayer) -> Edit:
+    r_KDD = _rotation(ir, layer)
     assert r_KDD is not None
+    inverse_KDD = ir.tensors.get(f"layers.{layer.index}.value.inverse", r_KDD.mT)
+    matrix_KDD = (inverse_KDD if fold.role == "o_weight" else r_KDD).double()
     rotate = {"v_weight": fold_v_weight, "v_bias": fold_v_bias, "o_weight": fold_o_weight}[fold.role]
-    return lambda tensor: rotate(tensor.double(), r_KDD.double())
+    return lambda tensor: rotate(tensor.double(), matrix_KDD)
 
 
 def fold_v_weight(w: Tensor, r_KDD: Tensor) -> Tensor:
@@ -86,11 +90,11 @@ def fold_v_bias(b: Tensor, r_KDD: Tensor) -> Tensor:
     return (b.unflatten(0, r_KDD.shape[:2])[:, None] @ r_KDD).flatten()
 
 
-def fold_o_weight(w: Tensor, r_KDD: Tensor) -> Tensor:
-    """``[hidden, K G D]`` to the weight that takes rotated head outputs; the G query heads of a KV head share its R."""
-    num_kv, dim = r_KDD.shape[:2]
+def fold_o_weight(w: Tensor, inverse_KDD: Tensor) -> Tensor:
+    """``[hidden, K G D]`` to the weight that takes rotated head outputs; the G query heads of a KV head share its R^-1."""
+    num_kv, dim = inverse_KDD.shape[:2]
     w_KXD = w.unflatten(1, (num_kv, -1, dim)).transpose(0, 1).flatten(1, 2)  # X = hidden * G
-    return (w_KXD @ r_KDD).unflatten(1, (w.shape[0], -1)).transpose(0, 1).flatten(1)
+    return (w_KXD @ inverse_KDD.mT).unflatten(1, (w.shape[0], -1)).transpose(0, 1).flatten(1)
 
 
 def _rotation(ir: IR, layer: AttentionLayer) -> Tensor | None:

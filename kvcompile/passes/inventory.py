@@ -79,8 +79,8 @@ def _hadamard_order(row: RowCodec, head_dim: int) -> int | None:
         case Hadamard():
             return head_dim
         case Spectral(hadamard=True, block_size=block):
-            return block or head_dim
+            return min(block or head_dim, head_dim)
         case BlockHadamard(block_size=block):
-            return block
+            return min(block, head_dim)
         case _:
             return None

@@ -11,6 +11,7 @@ from kvcompile.passes.calibrate import CalibratePass
 from kvcompile.passes.center import CenterPass
 from kvcompile.passes.centroids import CentroidsPass
 from kvcompile.passes.clip import ClipPass
+from kvcompile.passes.collection import SharedStatistics
 from kvcompile.passes.correction import CorrectionPass
 from kvcompile.passes.emit import EmitPass
 from kvcompile.passes.feedback import FeedbackPass
@@ -23,12 +24,13 @@ from kvcompile.scheme import Scheme
 
 @dataclass(frozen=True)
 class CalibrationInput:
-    """What the user says about calibration; None and 0 leave it to the scheme."""
+    """What the user says about calibration (None and 0 leave it to the scheme), and statistics that there are already."""
 
     text: Path | None = None
     field: str = "text"
     tokens: int | None = None
     seed: int = 0
+    shared: SharedStatistics | None = None
 
 
 def _calibrate(scheme: Scheme, given: CalibrationInput) -> CalibratePass:
@@ -36,7 +38,7 @@ def _calibrate(scheme: Scheme, given: CalibrationInput) -> CalibratePass:
     tokens = given.tokens or plan.tokens
     return CalibratePass(
         given.text, given.field, tokens, plan.sequence_length, plan.sample_sequences, plan.sample_length,
-        plan.sample_queries, given.seed,
+        plan.sample_queries, given.seed, given.shared,
     )  # fmt: skip
 
 

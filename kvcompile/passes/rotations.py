@@ -20,6 +20,7 @@ TOP = 8
 class RotationsPass:
     """Builds ``R [K, D, D]`` float32; what the eigenbasis is taken of is the scheme's choice.
 
+    0. Rows are stored as ``x R``. Where R is not orthogonal (`balance`), its inverse is emitted too, as ``.inverse``.
     1. Spectral: ``R = U H Pbr`` (seed 000 equation 3), or with order hadamard_first ``R = H U`` (seed 003 equation 11); scope
        `layer` averages the covariance over KV heads first.
     2. Hadamard, block-diagonal Hadamard and random rotations need no statistics; the identity emits no tensor.
@@ -27,7 +28,7 @@ class RotationsPass:
     """
 
     name: ClassVar[str] = "rotations"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     stored: ClassVar[bool] = True
 
     def requires(self, ir: IR) -> str | None:
@@ -51,9 +52,15 @@ class RotationsPass:
             for half, row in ir.scheme.layer(layer.index).rows():
                 target = getattr(row.rotation, "target", None)
                 covariance = ir.statistics.get(f"layers.{layer.index}.{target}")
+                if row.center and target == half and covariance is not None:
+                    mean_KD = ir.statistics[f"layers.{layer.index}.{half}_mean"]
+                    covariance = covariance - mean_KD[:, :, None] * mean_KD[:, None, :]
                 rotation = solve_rotation(row.rotation, layer, covariance)
                 if rotation is not None:
                     tensors[f"layers.{layer.index}.{half}.rotation"] = rotation.float().contiguous()
+                if rotation is not None and getattr(row.rotation, "balance", 0):
+                    inverse = torch.linalg.inv(rotation).float().contiguous()
+                    tensors[f"layers.{layer.index}.{half}.inverse"] = inverse
                 if covariance is not None:
                     found[f"{half}_spectrum_top{TOP}"] = spectrum_concentration(covariance)
             metrics[layer.index] = found
@@ -70,7 +77,7 @@ class RotationsPass:
 
 
 def solve_rotation(rotation: Rotation, layer: AttentionLayer, c_KDD: Tensor | None) -> Tensor | None:
-    """The orthogonal matrices ``[K, D, D]`` (float64) of one half of a layer, or None for the identity."""
+    """The matrices ``[K, D, D]`` (float64) of one half of a layer, orthogonal unless balanced; None for the identity."""
     num_kv, dim = layer.num_key_value_heads, layer.head_dim
     match rotation:
         case Identity():
@@ -85,7 +92,10 @@ def solve_rotation(rotation: Rotation, layer: AttentionLayer, c_KDD: Tensor | No
             basis_KDD = torch.eye(dim, dtype=torch.float64).expand(num_kv, dim, dim)
             if rotation.eigenbasis:
                 assert c_KDD is not None
-                basis_KDD = eigenbasis(_scoped(c_KDD, rotation.scope))[1].expand(num_kv, dim, dim)
+                values_KD, basis_KDD = eigenbasis(_scoped(c_KDD, rotation.scope))
+                if rotation.balance:
+                    basis_KDD = basis_KDD * _balance(values_KD, rotation.balance, rotation.balance_damping)[:, None, :]
+                basis_KDD = basis_KDD.expand(num_kv, dim, dim)
             mixing = torch.eye(dim, dtype=torch.float64)
             if rotation.hadamard:
                 mixing = _block_hadamard(dim, rotation.block_size or dim)
@@ -93,7 +103,15 @@ def solve_rotation(rotation: Rotation, layer: AttentionLayer, c_KDD: Tensor | No
             return r_KDD[..., bit_reversal(dim)] if rotation.permutation == "bit_reversal" else r_KDD
 
 
+def _balance(values_KD: Tensor, power: float, damping: float) -> Tensor:
+    """Scales of eigenvectors: the inverse root of the damped spectrum to `power`; 1 wherever the spectrum is flat."""
+    relative_KD = values_KD.clamp_min(0) / values_KD.clamp_min(0).mean(-1, keepdim=True).clamp_min(1e-300)
+    return ((relative_KD + damping) / (1 + damping)) ** (-power / 2)
+
+
 def _block_hadamard(dim: int, block: int) -> Tensor:
+    """Hadamard matrices of at most the whole head along the diagonal."""
+    block = min(block, dim)
     return torch.kron(torch.eye(dim // block, dtype=torch.float64), hadamard(block))
 
 

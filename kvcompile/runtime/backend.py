@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcompile.codec import NO_PAGE_TABLES, LayerCache, PageFormat, PageTables, attend_layer, encode_pages
+from kvcompile.codec import LayerCache, PageFormat, PageTables, attend_layer, encode_pages
 from kvcompile.errors import CacheError
 
 
@@ -54,9 +54,17 @@ class CodecBackend:
 
 
 class CpuBackend(CodecBackend):
-    """The codec's encoder and a decode kernel in C, compiled for this machine at first use."""
+    """A decode kernel and error feedback in C, compiled for this machine at first use; the codec for the rest."""
 
     name = "cpu"
+
+    def write_pages(
+        self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
+    ) -> None:
+        """See `Backend.write_pages`."""
+        from kvcompile.kernels import cpu_encode
+
+        pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt, tables, cpu_encode.feedback_codes)
 
     def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
@@ -109,8 +117,8 @@ def choose_backend(name: str | None, device: torch.device, formats: Sequence[Pag
         name = "triton" if device.type == "cuda" else "cpu" if _cpu_kernel_runs(device, formats) else "codec"
     if name == "cpu" and not _cpu_kernel_runs(device, formats):
         raise CacheError(
-            "backend 'cpu' needs a model on the CPU, a C compiler (install gcc) and key rows of whole 32-bit words; "
-            "choose backend 'codec'"
+            "backend 'cpu' needs a model on the CPU, a C compiler (install gcc) and a layer that its kernels read (evenly "
+            "spaced levels, no centroids, values by token, key rows of whole 32-bit words); choose backend 'codec'"
         )
     if name == "triton" and device.type != "cuda" and not _triton_interprets():
         raise CacheError(
@@ -125,7 +133,10 @@ def choose_backend(name: str | None, device: torch.device, formats: Sequence[Pag
 def _cpu_kernel_runs(device: torch.device, formats: Sequence[PageFormat]) -> bool:
     from kvcompile.kernels import cpu
 
-    return device.type == "cpu" and any(map(cpu.supports, formats)) and cpu.is_available()
+    def helps(fmt: PageFormat) -> bool:
+        return cpu.supports(fmt) or "error_feedback" in (fmt.key.rounding, fmt.value.rounding)
+
+    return device.type == "cpu" and any(map(helps, formats)) and cpu.is_available()
 
 
 def _triton_interprets() -> bool:

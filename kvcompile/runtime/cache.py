@@ -27,13 +27,16 @@ ATTENTION = "kvcompile"
 class LayerPlan:
     """What the runtime does to one compiled layer, float32 on the device: rotations ``[K, D, D]``, means ``[K, D]``.
 
-    None is the identity, or zero. `value_rotation` is set only where it is applied online: a folded one needs nothing at run
+    None is the identity, or zero. Queries take `query_rotation`, the transposed inverse of the keys' (the same matrix where
+    that is orthogonal), attention outputs `output_rotation`, the inverse of the values'. `value_rotation` is set only where it is applied online: a folded one needs nothing at run
     time. Means are of rotated rows; a key's may be left out of every logit, a value's is added to the output again.
     """
 
     storage: Storage
     key_rotation: Tensor | None = None
+    query_rotation: Tensor | None = None
     value_rotation: Tensor | None = None
+    output_rotation: Tensor | None = None
     key_mean: Tensor | None = None
     value_mean: Tensor | None = None
 
@@ -85,15 +88,17 @@ class PackedLayer(CacheLayerMixin):
         v_BKTD = _center(self._rotate(rows.v_BKTD, plan.value_rotation), plan.value_mean).bfloat16()
         if length == 1:
             store.append(self.position, k_BKTD, v_BKTD)
-            q_rotated = self._rotate(q_BHTD, plan.key_rotation)
-            out_BHD, lse_BH = self.backend.attend(q_rotated[:, :, 0], store.layer(self.position), scaling)
-            out_BHTD = self._correct(out_BHD[:, :, None], lse_BH[:, :, None], q_rotated)
+            q_rotated = self._rotate(q_BHTD, plan.query_rotation)
+            stored = store.layer(self.position)
+            out_BHD, lse_BH = self.backend.attend(q_rotated[:, :, 0], stored, scaling)
+            tokens_BT = stored.num_tokens_B[:, None]
+            out_BHTD = self._correct(out_BHD[:, :, None], lse_BH[:, :, None], tokens_BT, q_rotated)
             out_BHTD = self._restore(out_BHTD, q_BHTD.dtype)
         elif not any(store.num_tokens):
             out_BHTD = self._attend_exactly(q_BHTD, rows, scaling, module)
             store.append(self.position, k_BKTD, v_BKTD)
         else:
-            q_rotated = self._rotate(q_BHTD, plan.key_rotation)
+            q_rotated = self._rotate(q_BHTD, plan.query_rotation)
             out_BHTD = self._restore(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling), q_BHTD.dtype)
             store.append(self.position, k_BKTD, v_BKTD)
         self.columns += length
@@ -139,6 +144,7 @@ class PackedLayer(CacheLayerMixin):
         """Several tokens on a stored history: each row's history is decoded, then attended together with the chunk."""
         out_BHTD = torch.zeros_like(q_BHTD)
         lse_BHT = torch.full(q_BHTD.shape[:3], torch.inf, device=q_BHTD.device)
+        tokens_BT = torch.full((q_BHTD.shape[0], q_BHTD.shape[2]), torch.inf, device=q_BHTD.device)
         stored = self.store.layer(self.position)
         for row, kept in enumerate(self.store.kept):
             columns = slice(None) if kept is None else kept
@@ -156,16 +162,17 @@ class PackedLayer(CacheLayerMixin):
             else:
                 logits_KXT = (q_KXD @ k_KTD.mT * scaling).masked_fill_(~visible_XT, -torch.inf)
                 lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).view(-1, new)
+                tokens_BT[row, columns] = visible_nT.sum(dim=1).float()
                 out_KXD = logits_KXT.softmax(dim=-1) @ v_KTD
             out_BHTD[row, :, columns] = out_KXD.view(-1, new, q_BHTD.shape[-1])
-        return self._correct(out_BHTD, lse_BHT, q_BHTD)
+        return self._correct(out_BHTD, lse_BHT, tokens_BT, q_BHTD)
 
-    def _correct(self, out_BHTD: Tensor, lse_BHT: Tensor, q_BHTD: Tensor) -> Tensor:
+    def _correct(self, out_BHTD: Tensor, lse_BHT: Tensor, tokens_BT: Tensor, q_BHTD: Tensor) -> Tensor:
         """Add the layer's linear correction, if it has one."""
         correction = self.plan.storage.correction
         if correction is None:
             return out_BHTD
-        return self.store.states[self.position].correct(out_BHTD, lse_BHT, q_BHTD, correction)
+        return self.store.states[self.position].correct(out_BHTD, lse_BHT, tokens_BT, q_BHTD, correction)
 
     def _rotate(self, x_BHTD: Tensor, r_KDD: Tensor | None) -> Tensor:
         return x_BHTD.float() if r_KDD is None else self.backend.rotate(x_BHTD, r_KDD)
@@ -175,11 +182,11 @@ class PackedLayer(CacheLayerMixin):
 
         A folded rotation is undone by W_O.
         """
-        mean_KD, r_KDD = self.plan.value_mean, self.plan.value_rotation
+        mean_KD, r_KDD = self.plan.value_mean, self.plan.output_rotation
         if mean_KD is not None:
             out_BHTD = out_BHTD + mean_KD.repeat_interleave(out_BHTD.shape[1] // mean_KD.shape[0], 0)[:, None]
         if r_KDD is not None:
-            out_BHTD = self.backend.rotate(out_BHTD.to(dtype), r_KDD.mT.contiguous())
+            out_BHTD = self.backend.rotate(out_BHTD.to(dtype), r_KDD)
         return out_BHTD.to(dtype)
 
     # -- what transformers asks of a cache layer -------------------------------------------------------------------

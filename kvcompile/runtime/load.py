@@ -78,17 +78,28 @@ def _plan(artifact: Artifact, layer: LayerRecord, device: torch.device) -> Layer
     tables = PageTables(*(RowTables(tensor(row.feedback), tensor(row.centroids)) for row in (key, value)))
     correction = None
     if layer.correction is not None:
-        query_HDF, key_KDF = tensor(layer.correction.query), tensor(layer.correction.key)
+        maps = layer.correction
+        query_HDF, key_KDF, scale_H = tensor(maps.query), tensor(maps.key), tensor(maps.scale)
         assert query_HDF is not None
         assert key_KDF is not None
-        correction = Correction(query_HDF, key_KDF)
+        assert scale_H is not None
+        correction = Correction(query_HDF, key_KDF, scale_H, tensor(maps.decoded))
+    key_rotation, key_inverse = tensor(key.rotation), tensor(key.inverse)
+    value_rotation, value_inverse = (tensor(n) if value.apply == "online" else None for n in (value.rotation, value.inverse))
     return LayerPlan(
         Storage(layer.page_format(), tables, correction),
-        key_rotation=tensor(key.rotation),
-        value_rotation=tensor(value.rotation) if value.apply == "online" else None,
+        key_rotation=key_rotation,
+        query_rotation=key_rotation if key_inverse is None else key_inverse.mT.contiguous(),
+        value_rotation=value_rotation,
+        output_rotation=_inverse(value_rotation, value_inverse),
         key_mean=tensor(key.mean),
         value_mean=tensor(value.mean),
     )
+
+
+def _inverse(r_KDD: Tensor | None, inverse_KDD: Tensor | None) -> Tensor | None:
+    """The inverse of a rotation: as stored, or the transpose of an orthogonal one."""
+    return inverse_KDD if r_KDD is None or inverse_KDD is not None else r_KDD.mT.contiguous()
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

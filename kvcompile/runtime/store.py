@@ -167,7 +167,7 @@ class PackedStore:
         self.backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_PKX, ids_N)
         if storage.correction is not None:
             decoded_k, decoded_v = decode_pages(pages_PKX[ids_N], storage.fmt, storage.tables)
-            self.states[layer].add(row, storage.correction, k_NKTD.float() - decoded_k, decoded_v)
+            self.states[layer].add(row, storage.correction, k_NKTD, decoded_k, decoded_v)
 
     def _plan_slots(self) -> None:
         """Where each row's single token goes: window, rows and slots, the same in every layer."""

@@ -45,6 +45,10 @@ class Spectral(Section):
 
     With ``order = "hadamard_first"`` a (block) Hadamard comes before the eigenbasis (Hessian, seed 003 equation 11).
     `block_size` makes the Hadamard block-diagonal.
+
+    With ``balance = a > 0`` the matrix is no rotation any more: eigenvector i, of eigenvalue w_i (mean 1), is scaled by
+    ``(w_i + balance_damping)^(-a/2)`` before the Hadamard, so that rows of an uneven spectrum get an evener one. What reads
+    the rows takes the inverse: queries its transpose, attention outputs (or W_O) the inverse itself.
     """
 
     kind: Literal["spectral"] = "spectral"
@@ -55,7 +59,15 @@ class Spectral(Section):
     block_size: int | None = Field(default=None, ge=2)
     permutation: Literal["bit_reversal", "none"] = "bit_reversal"
     order: Literal["eigenbasis_first", "hadamard_first"] = "eigenbasis_first"
+    balance: float = Field(default=0.0, ge=0, le=2)
+    balance_damping: float = Field(default=0.1, gt=0)
     apply: Literal["online", "folded"] = "online"
+
+    @model_validator(mode="after")
+    def _balance_needs_a_basis(self) -> "Spectral":
+        if self.balance and (not self.eigenbasis or self.order != "eigenbasis_first"):
+            raise ValueError("balance scales eigenvectors; it needs eigenbasis true and order 'eigenbasis_first'")
+        return self
 
 
 class Random(Section):
@@ -99,7 +111,8 @@ class Quantizer(Section):
     """Min-max quantization in groups of channels of a token, or of tokens of a channel; metadata is stored in BF16.
 
     With `zero_point` none and `levels` lloyd_max a row is scaled by its root mean square and coded with the best levels
-    for a Gaussian (TurboQuant). `damping` is what error feedback adds to the diagonal of its metric (mean diagonal 1).
+    for a Gaussian (TurboQuant). `damping` is what error feedback adds to the diagonal of its metric (mean diagonal 1), and
+    `metric` which one it takes for keys: the queries' second moment, or that with every query counted by its attention.
     """
 
     bits: Literal[1, 2, 4] = 2
@@ -110,6 +123,7 @@ class Quantizer(Section):
     metadata_dtype: Literal["bfloat16"] = "bfloat16"
     rounding: Literal["nearest", "error_feedback"] = "nearest"
     damping: float = Field(default=0.2, gt=0, le=100)
+    metric: Literal["attention", "query"] = "attention"
 
     @model_validator(mode="after")
     def _levels_and_zero_point_agree(self) -> "Quantizer":
@@ -168,10 +182,12 @@ class NoCorrection(Section):
 class LinearCorrection(Section):
     """A trained linear-attention term for what quantization took from the keys (KVLinC, seed 004 section 3.2).
 
-    `features` is the size of phi; training stops early when held-out loss has not fallen for `patience` evaluations.
+    `features` is the size of phi; training stops early when held-out loss has not fallen for `patience` evaluations. With
+    form paper the term is equation 5 and knows key errors only; relative (`runtime/correction.py`) also knows decoded keys.
     """
 
     kind: Literal["linear"] = "linear"
+    form: Literal["paper", "relative"] = "relative"
     features: Literal[32, 64, 128, 256, 512] = 256
     steps: int = Field(default=200, ge=1)
     learning_rate: float = Field(default=0.01, gt=0)

@@ -1,0 +1,153 @@
+"""What calibration collects in its forward pass, alone for one scheme or shared by several.
+
+Statistics depend on the model, the text, the tokens, and on what is collected; nothing of a scheme changes a number. So one
+forward pass can collect the union of what several schemes need, and each takes out what it would have collected alone.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.artifact import CalibrationRecord
+from kvcompile.calibration import OBSERVER, Corpus, Recorder, recording, tokenize_corpus
+from kvcompile.checkpoint import Checkpoint
+from kvcompile.errors import CheckpointError
+from kvcompile.models import AttentionLayer, Inventory, load_model, load_tokenizer
+from kvcompile.passes.base import Context
+from kvcompile.passes.memory import release_memory
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Second moments to collect, and the attention sample: sequences, tokens (`head` of them the first), last queries."""
+
+    targets: frozenset[str]
+    sequences: int
+    length: int
+    head: int
+    queries: int
+
+    def __or__(self, other: "Collection") -> "Collection":
+        """The least that holds both: as many first tokens, and as many last ones, as either wants."""
+        head = max(self.head, other.head)
+        tail = max(self.length - self.head, other.length - other.head)
+        return Collection(
+            self.targets | other.targets,
+            max(self.sequences, other.sequences),
+            head + tail,
+            head,
+            max(self.queries, other.queries),
+        )
+
+    def covers(self, other: "Collection") -> bool:
+        """Whether everything that `other` holds can be taken out of this."""
+        return self | other == self
+
+    def take(
+        self, statistics: Mapping[str, Tensor], layers: Iterable[AttentionLayer], sequence_length: int
+    ) -> dict[str, Tensor]:
+        """Of statistics that cover it, what this collection would have been by itself, tensor for tensor."""
+        found = {}
+        for layer in layers:
+            prefix = f"layers.{layer.index}."
+            queries = min(self.queries, max(sequence_length // 4, 1))
+            q_SKXD = statistics[f"{prefix}sample_q"][: self.sequences]
+            q_SKGnD = q_SKXD.unflatten(2, (layer.queries_per_kv, -1))[:, :, :, -queries:]
+            for name in (*sorted(self.targets), "key_mean", "value_mean", "sample_scaling"):
+                found[prefix + name] = statistics[prefix + name]
+            found[f"{prefix}sample_q"] = q_SKGnD.flatten(2, 3).clone()
+            for half in "kv":
+                found[f"{prefix}sample_{half}"] = self._ends(statistics[f"{prefix}sample_{half}"][: self.sequences])
+        return found
+
+    def _ends(self, x_SKTD: Tensor) -> Tensor:
+        if x_SKTD.shape[2] <= self.length:
+            return x_SKTD.clone()
+        return torch.cat([x_SKTD[:, :, : self.head], x_SKTD[:, :, self.head - self.length :]], dim=2)
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """What the model is run over: the first `tokens` tokens of a corpus, in sequences of `sequence_length`, `batch` at once."""
+
+    corpus: Corpus
+    tokens: int
+    sequence_length: int
+    batch: int
+    seed: int
+
+    def record(self) -> CalibrationRecord:
+        """Its provenance, as the manifest has it."""
+        return CalibrationRecord(
+            text=self.corpus.name, text_sha256=self.corpus.sha256, tokens=self.tokens,
+            sequence_length=self.sequence_length, seed=self.seed,
+        )  # fmt: skip
+
+
+class SharedStatistics:
+    """Statistics of one checkpoint that several conversions take theirs from; made by `passes.convert.collect_statistics`."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._source = checkpoint.fingerprint()
+        self._entries: list[tuple[CalibrationText, Collection, Mapping[str, Tensor]]] = []
+
+    def add(self, text: CalibrationText, wanted: Collection, statistics: Mapping[str, Tensor]) -> None:
+        """Keep what one forward pass has collected."""
+        self._entries.append((text, wanted, statistics))
+
+    def records(self) -> list[CalibrationRecord]:
+        """What was read, once for each forward pass."""
+        return [text.record() for text, _, _ in self._entries]
+
+    def find(
+        self, checkpoint: Checkpoint, inventory: Inventory, text: CalibrationText, wanted: Collection
+    ) -> dict[str, Tensor] | None:
+        """What a forward pass for this alone would collect, or None where nothing here covers it."""
+        for known, held, statistics in self._entries:
+            if known == text and held.covers(wanted) and checkpoint.fingerprint() == self._source:
+                return wanted.take(statistics, inventory.compiled, min(text.sequence_length, text.tokens))
+        return None
+
+
+def collect(
+    checkpoint: Checkpoint, inventory: Inventory, text: CalibrationText, wanted: Collection, context: Context
+) -> dict[str, Tensor]:
+    """Run the model over the text once: ``layers.{i}.{target}``, means and attention samples of every compiled layer.
+
+    The language-model head is not run. The loaded model stays in `context.models`. Raises CalibrationError or
+    CheckpointError for text or a tokenizer that cannot be used.
+    """
+    sequences = tokenize_corpus(text.corpus, load_tokenizer(checkpoint.path), text.tokens, text.sequence_length)
+    release_memory()
+    started = time.perf_counter()
+    model = load_model(checkpoint.path, OBSERVER, context.device)
+    context.costs["load"] = time.perf_counter() - started
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
+    if int(max(s.max() for s in sequences)) >= vocabulary:
+        raise CheckpointError(f"the tokenizer in {checkpoint.path} has ids beyond the model's {vocabulary} embeddings")
+    context.models["source"] = model
+    layers = {layer.index: layer.num_key_value_heads for layer in inventory.compiled}
+    recorder = Recorder(layers, wanted.targets, wanted.sequences, wanted.length, wanted.head, wanted.queries)
+    batches = _batches(sequences, text.batch)
+    started = time.perf_counter()
+    with torch.inference_mode(), recording(recorder):
+        for batch in context.track(batches, "calibrate", "tok", lambda b: b.numel()):
+            model.base_model(batch.to(context.device), use_cache=False)
+    context.costs["forward"] = time.perf_counter() - started - recorder.seconds
+    statistics: dict[str, Tensor] = {}
+    for index, layer in sorted(recorder.layers.items()):
+        statistics |= layer.tensors(index)
+        statistics |= layer.sample().tensors(index)
+    return statistics
+
+
+def _batches(sequences: list[Tensor], size: int) -> list[Tensor]:
+    """Equally long sequences stacked ``[B, T]``, at most `size` together; a shorter last one by itself."""
+    full = [s for s in sequences if len(s) == len(sequences[0])]
+    rest = [s[None] for s in sequences[len(full) :]]
+    return [torch.stack(full[i : i + size]) for i in range(0, len(full), size)] + rest
