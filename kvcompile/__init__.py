@@ -16,8 +16,9 @@ from kvcompile.version import __version__
 if TYPE_CHECKING:
     from kvcompile.evaluate import inspect, verify
     from kvcompile.passes.convert import convert
-    from kvcompile.runtime import PackedCache, load, new_cache
+    from kvcompile.runtime.cache import PackedCache
     from kvcompile.runtime.generate import generate
+    from kvcompile.runtime.load import load, new_cache
     from kvcompile.scheme import load_scheme
 
 _HOMES = {

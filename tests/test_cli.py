@@ -15,6 +15,7 @@ import kvcompile
 from kvcompile.checkpoint import Checkpoint, tensor_bytes
 from kvcompile.cli.main import COMMANDS
 from kvcompile.models.agreement import KL_TOLERANCE, LOGITS_TOLERANCE, LogitAgreement, compare_logits, logits_of
+from kvcompile.scheme.model import PASSES
 from tests.commands import QUICK, contents, quick_conversions, succeed, workspace
 from tests.conftest import family_config, save_model
 
@@ -179,10 +180,9 @@ def test_stopped_run_continues(model: Path, folded: Path, tmp_path: Path, capsys
 def test_dump_ir(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     dump = tmp_path / "deep" / "dump"
     succeed(capsys, "convert", model, "-o", tmp_path / "out", *QUICK, "--dump-ir", dump)
-    names = ["inventory", "calibrate", "rotations", "clip", "fold", "verify", "emit"]
-    expected = [f"{i}-{name}.{ext}" for i, name in enumerate(names) for ext in ("json", "safetensors")]
-    assert sorted(p.name for p in dump.iterdir()) == expected
-    last = json.loads((dump / "5-verify.json").read_text())
+    expected = {f"{i}-{name}.{ext}" for i, name in enumerate(PASSES) for ext in ("json", "safetensors")}
+    assert {p.name for p in dump.iterdir()} == expected
+    last = json.loads((dump / f"{PASSES.index('verify')}-verify.json").read_text())
     assert last["summary"]["fold_logit_error"] <= LOGITS_TOLERANCE
     assert len(last["folds"]) == 4
 
@@ -207,7 +207,7 @@ def test_overrides_arrive_in_the_manifest(model: Path, tmp_path: Path, capsys: C
     assert scheme["key"]["clip"] == {"kind": "quantile", "ratio": 0.9}
     assert scheme["value"]["rotation"] == {"kind": "hadamard", "apply": "folded"}
     assert scheme["value"]["clip"] == {"kind": "none"}
-    assert scheme["window"] == {"sink": 0, "recent": 256}
+    assert scheme["window"] == {"sink": 0, "recent": 256, "block": 64}
     assert scheme["summary"] == "Mine"
     assert manifest["calibration"]["sequence_length"] == 64
     assert manifest["calibration"]["tokens"] == 256

@@ -20,7 +20,9 @@ from kvcompile.codec import (
 )
 from tests.layers import random_layer
 
-FORMATS = [(16, 2, 16), (64, 2, 32), (80, 4, 16), (96, 2, 32), (128, 2, 128), (128, 2, 64), (128, 4, 128), (256, 2, 32)]
+FORMATS = [
+    (16, 2, 16), (64, 2, 32), (80, 4, 16), (96, 2, 32), (128, 2, 128), (128, 2, 64), (128, 4, 128), (256, 2, 32), (64, 1, 16),
+]  # fmt: skip
 
 
 @st.composite
@@ -41,11 +43,11 @@ def rows_of(fmt: RowFormat, seed: int, count: int = 7, scale: float = 1.0) -> to
 @settings(max_examples=80, deadline=None)
 def test_error_is_at_most_half_a_step_of_the_clipped_row(fmt, seed, scale):
     x = rows_of(fmt, seed, scale=scale)
-    codes, step, zero = quantize_rows(x, fmt)
-    assert int(codes.max()) <= 2**fmt.bits - 1
-    decoded = dequantize_rows(codes, step, zero)
+    rows = quantize_rows(x, fmt)
+    assert int(rows.codes.max()) <= 2**fmt.bits - 1
+    decoded = dequantize_rows(rows, fmt)
     clipped = clip_rows(x.float(), fmt.clip_index)
-    limit = step.float().repeat_interleave(fmt.group_size, -1)
+    limit = rows.scale.float().repeat_interleave(fmt.group_size, -1)
     # half a step, and what rounding scale and zero point to bf16 moves the ends of the grid by
     assert bool(((decoded - clipped).abs() <= limit * (0.5 + 2**fmt.bits * 2**-6)).all())
 
@@ -55,9 +57,9 @@ def test_error_is_at_most_half_a_step_of_the_clipped_row(fmt, seed, scale):
 def test_encoding_is_idempotent(fmt, seed):
     """What was decoded encodes to the same bytes (without clipping, which by design changes a row again)."""
     encoded = quantize_rows(rows_of(fmt, seed), fmt)
-    again = quantize_rows(dequantize_rows(*encoded), fmt)
-    decoded, twice = dequantize_rows(*encoded), dequantize_rows(*again)
-    assert torch.equal(encoded[0], again[0])
+    again = quantize_rows(dequantize_rows(encoded, fmt), fmt)
+    decoded, twice = dequantize_rows(encoded, fmt), dequantize_rows(again, fmt)
+    assert torch.equal(encoded.codes, again.codes)
     assert torch.allclose(decoded, twice, rtol=2**-7, atol=float(decoded.abs().max()) * 2**-7)
 
 
@@ -92,7 +94,7 @@ def test_packing_order_is_that_of_the_public_engines():
 def test_constant_rows_come_back(value):
     """A constant group has no range: no NaN, and the value itself to BF16."""
     fmt = RowFormat(64, 2, 32)
-    decoded = dequantize_rows(*quantize_rows(torch.full((2, 64), value).bfloat16(), fmt))
+    decoded = dequantize_rows(quantize_rows(torch.full((2, 64), value).bfloat16(), fmt), fmt)
     assert torch.allclose(decoded, torch.full((2, 64), value), rtol=2**-7, atol=0)
 
 
@@ -100,8 +102,10 @@ def test_stored_zero_points_have_one_sign():
     x = torch.zeros(2, 64)
     x[0, 3] = x[1, 5] = 1.0
     x[1, 7] = -0.0
-    _, _, zero = quantize_rows(x, RowFormat(64, 2, 32))
+    zero = quantize_rows(x, RowFormat(64, 2, 32)).zero
     assert torch.equal(zero.view(torch.int16), torch.zeros_like(zero.view(torch.int16)))
+    rounded = quantize_rows(x + 0.1, RowFormat(64, 2, 64, zero_point="integer")).zero  # 0 - round(0.3)
+    assert torch.equal(rounded.view(torch.int16), torch.zeros_like(rounded.view(torch.int16)))
 
 
 @pytest.mark.parametrize(("dim", "bits", "group"), FORMATS)

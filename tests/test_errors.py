@@ -17,6 +17,7 @@ import kvcompile
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import KvCompileError
 from kvcompile.linalg import is_hadamard_order
+from kvcompile.scheme.model import PASSES
 from tests.commands import QUICK, contents, overwrite, quick_conversions, refuse, reseal, run, succeed, workspace
 from tests.conftest import edit_json, family_config, save_model
 
@@ -448,7 +449,7 @@ SCHEME_FAULTS = {
     "wrong value": ("bits = 2", "bits = 3", ("key.quantizer.bits", "value.quantizer.bits", "2 or 4")),
     "wrong kind": ('kind = "spectral"', 'kind = "spectrum"', ("key.rotation", "spectrum")),
     "keys folded": ('apply = "online"', 'apply = "folded"', ("keys cannot be folded", "RoPE", "'online'")),
-    "unknown pass": ('"clip", "fold"', '"clap", "fold"', ("unknown pass 'clap'", "clip")),
+    "unknown pass": ('"clip", ', '"clap", ', ("unknown pass 'clap'", "clip")),
     "no emit": (', "emit"]', "]", ("emit",)),
     "no inventory": ('["inventory", ', "[", ("inventory",)),
     "emit before verify": ('"verify", "emit"', '"emit", "verify"', ("emit",)),
@@ -459,7 +460,7 @@ SCHEME_FAULTS = {
 def test_invalid_scheme_file(
     old: str, new: str, fragments: tuple[str, ...], model: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
-    text = succeed(capsys, "schemes", "show", "oscar-int2").out
+    text = f"passes = {json.dumps(PASSES)}\n" + succeed(capsys, "schemes", "show", "oscar-int2").out
     assert old in text
     path = tmp_path / "mine.toml"
     path.write_text(text.replace(old, new))
@@ -492,7 +493,8 @@ def test_unknown_pass(model: Path, tmp_path: Path, capsys: Capsys) -> None:
 
 
 def test_pass_that_the_scheme_does_not_run(model: Path, tmp_path: Path, capsys: Capsys) -> None:
-    arguments = ("--scheme", "naive-int2", "--stop-after", "calibrate")
+    few = 'passes=["inventory", "clip", "emit"]'
+    arguments = ("--scheme", "naive-int2", "--set", few, "--stop-after", "calibrate")
     check_says(refuse_convert(capsys, model, tmp_path / "out", *arguments), "calibrate", "naive-int2")
 
 
@@ -838,7 +840,8 @@ def test_manifest_that_is_not_text(artifact: Path, capsys: Capsys) -> None:
         (lambda m: m.pop("layers"), "layers"),
         (lambda m: m["layers"][1].update(head_dim="wide"), "layers.1.head_dim"),
         (lambda m: m["weights"].update(mode="melted"), "weights.mode"),
-        (lambda m: m["encoding"].update(page_tokens=128), "encoding.page_tokens"),
+        (lambda m: m["encoding"].update(packing=128), "encoding.packing"),
+        (lambda m: m["layers"][0].update(page_tokens=32), "layers.0.page_tokens"),
         (lambda m: m["scheme"]["key"]["quantizer"].update(bits=3), "scheme.key.quantizer.bits"),
     ],
 )

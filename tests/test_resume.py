@@ -152,7 +152,7 @@ def _touch_weights(model: Path) -> None:
 
 CHANGES: dict[str, tuple[tuple[object, ...], Callable[[Path], None], tuple[str, ...]]] = {
     "field of the scheme": (("--set", "window.sink=8"), lambda model: None, ("scheme",)),
-    "scheme": (("--scheme", "quarot-int2"), lambda model: None, ("passes", "scheme")),
+    "scheme": (("--scheme", "quarot-int2"), lambda model: None, ("scheme",)),
     "seed": (("--seed", 1), lambda model: None, ("calibration",)),
     "number of tokens": (("--calibration-tokens", 255), lambda model: None, ("calibration",)),
     "calibration text": (("--calibration", "TEXT"), lambda model: None, ("calibration",)),

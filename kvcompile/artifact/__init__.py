@@ -1,6 +1,6 @@
 """The converted directory: its manifest, its sidecar, and how they are read."""
 
-from kvcompile.artifact.artifact import Artifact, open_artifact, inverse_error
+from kvcompile.artifact.artifact import Artifact, inverse_error, open_artifact
 from kvcompile.artifact.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
@@ -33,9 +33,9 @@ __all__ = [
     "Source",
     "Weights",
     "correction_record",
+    "inverse_error",
     "manifest_schema",
     "open_artifact",
-    "inverse_error",
     "read_manifest",
     "row_record",
 ]

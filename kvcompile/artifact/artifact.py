@@ -106,7 +106,9 @@ def _inconsistency(manifest: Manifest) -> str | None:
             if missing := set(row.tensors()) - set(manifest.sidecar.shapes):
                 return f"layer {layer.index}: sidecar tensor {min(missing)} is not listed"
         if layer.page_tokens != scheme.window.block:
-            return f"layer {layer.index}: pages hold {layer.page_tokens} tokens, the scheme implies {scheme.window.block}"
+            return (
+                f"layer {layer.index}: pages hold {layer.page_tokens} tokens, the scheme implies {scheme.window.block}"
+            )
         if layer.correction != correction_record(layer.index, scheme):
             return f"layer {layer.index}: its correction is not the one that the scheme implies"
     return None

@@ -114,7 +114,9 @@ class RowRecord(Record):
 
     def tensors(self) -> list[str]:
         """Names of the sidecar tensors that this half needs."""
-        return [name for name in (self.rotation, self.inverse, self.mean, self.feedback, self.centroids) if name is not None]
+        return [
+            name for name in (self.rotation, self.inverse, self.mean, self.feedback, self.centroids) if name is not None
+        ]
 
 
 class CorrectionRecord(Record):
@@ -207,6 +209,7 @@ class CalibrationRecord(Record):
     tokens: int
     sequence_length: int
     seed: int
+    last_position: int = 0
 
 
 class Manifest(Record):

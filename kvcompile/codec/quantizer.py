@@ -189,9 +189,10 @@ def _grid(x: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor, Tensor]:
     scale = ((high - low) / levels).bfloat16().float()
     constant = torch.where(low == 0, torch.ones_like(low), low.abs()).bfloat16().float()
     scale = torch.where(scale < SMALLEST_SCALE, constant, scale)
-    zero = 0 - low / scale  # not -low: the sign of a stored zero is always plus
+    offset = low / scale
     if fmt.zero_point == "integer":
-        zero = zero.round()
+        offset = offset.round()
+    zero = 0 - offset  # not -offset: the sign of a stored zero is always plus
     return groups, scale, zero.bfloat16().float()
 
 
@@ -201,7 +202,7 @@ def _nearest_levels(x: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor]:
     groups = x.unflatten(-1, (fmt.num_groups, fmt.group_size))
     scale = groups.square().mean(-1).sqrt().clamp_min(SMALLEST_SCALE).bfloat16()
     bounds = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(groups / scale.float()[..., None], bounds).to(torch.uint8)
+    codes = torch.bucketize((groups / scale.float()[..., None]).contiguous(), bounds).to(torch.uint8)
     return codes.flatten(-2), scale
 
 

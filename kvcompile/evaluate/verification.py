@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from kvcompile.artifact import Artifact, open_artifact, inverse_error
+from kvcompile.artifact import Artifact, inverse_error, open_artifact
 from kvcompile.calibration import read_corpus, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint, file_digest, open_checkpoint
 from kvcompile.errors import VerificationError

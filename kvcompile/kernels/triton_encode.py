@@ -139,11 +139,10 @@ def _encode_side(
         scale_T = scale_T.to(tl.float32, bitcast=True)
         constant_T = bf16_bits(tl.where(low_T == 0.0, 1.0, tl.abs(low_T))).to(tl.float32, bitcast=True)
         scale_T = tl.where(scale_T < _SMALLEST_SCALE, constant_T, scale_T)
-        zero_T = 0.0 - tl.div_rn(low_T, scale_T)  # not -low: the sign of a stored zero is always plus
+        low_T = tl.div_rn(low_T, scale_T)
         if INTEGER:
-            sign_T = zero_T.to(tl.int32, bitcast=True) & -2147483648  # but what rounds to zero keeps its sign
-            zero_T = (round_even(zero_T).to(tl.int32, bitcast=True) | sign_T).to(tl.float32, bitcast=True)
-        zero_T = bf16_bits(zero_T)
+            low_T = round_even(low_T)
+        zero_T = bf16_bits(0.0 - low_T)  # not -low: the sign of a stored zero is always plus
         meta_T = zero_T | ((scale_T.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
         tl.store(meta_ptr.to(tl.pointer_type(tl.int32)) + group * PAGE + token_T, meta_T)
         scale_TE = tl.where(member_1E, scale_T[:, None], scale_TE)

@@ -9,6 +9,7 @@ over all tokens the query sees; only quantized ones are corrected. Everything is
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,4 +157,5 @@ def best_scale(sample: AttentionRows, correction: Correction) -> Tensor:
 
 
 def _frozen(correction: Correction) -> Correction:
-    return Correction(**{name: None if x is None else x.detach().clone() for name, x in vars(correction).items()})
+    maps: dict[str, Any] = {name: None if x is None else x.detach().clone() for name, x in vars(correction).items()}
+    return Correction(**maps)

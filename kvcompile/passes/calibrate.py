@@ -31,6 +31,7 @@ class CalibratePass:
     text_field: str = "text"
     tokens: int = 8192
     sequence_length: int = 2048
+    positions: str = "start"
     sample_sequences: int = 2
     sample_length: int = 1024
     sample_queries: int = 32
@@ -56,7 +57,8 @@ class CalibratePass:
         """The text, in sequences that the model can take."""
         length = min(self.sequence_length, ir.layers().max_positions)
         corpus = read_corpus(self.text, self.text_field, self.seed)
-        return CalibrationText(corpus, self.tokens, length, max(1, self.sequence_length // length), self.seed)
+        last = ir.layers().max_positions if self.positions == "spread" else 0
+        return CalibrationText(corpus, self.tokens, length, max(1, self.sequence_length // length), self.seed, last)
 
     def collection(self, ir: IR) -> Collection:
         """What the scheme needs."""

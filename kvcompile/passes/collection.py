@@ -72,19 +72,31 @@ class Collection:
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """What the model is run over: the first `tokens` tokens of a corpus, in sequences of `sequence_length`, `batch` at once."""
+    """What the model is run over: the first `tokens` tokens of a corpus, in sequences of `sequence_length`, `batch` at once.
+
+    Up to `last_position` the sequences' first positions are spread; 0 lets all of them start at position 0.
+    """
 
     corpus: Corpus
     tokens: int
     sequence_length: int
     batch: int
     seed: int
+    last_position: int = 0
+
+    def start(self, index: int) -> int:
+        """First position of a sequence: on a logarithmic scale, the first one at 0 and the early ones close to it.
+
+        Most contexts are short, and every context has early positions; the later ones only have to be represented.
+        """
+        room, count = self.last_position / self.sequence_length, -(-self.tokens // self.sequence_length)
+        return int(self.sequence_length * (max(room, 1) ** ((index / count) ** 2) - 1))
 
     def record(self) -> CalibrationRecord:
         """Its provenance, as the manifest has it."""
         return CalibrationRecord(
             text=self.corpus.name, text_sha256=self.corpus.sha256, tokens=self.tokens,
-            sequence_length=self.sequence_length, seed=self.seed,
+            sequence_length=self.sequence_length, seed=self.seed, last_position=self.last_position,
         )  # fmt: skip
 
 
@@ -134,10 +146,14 @@ def collect(
     layers = {layer.index: layer.num_key_value_heads for layer in inventory.compiled}
     recorder = Recorder(layers, wanted.targets, wanted.sequences, wanted.length, wanted.head, wanted.queries)
     batches = _batches(sequences, text.batch)
+    starts = torch.tensor([text.start(i) for i in range(len(sequences))]).split([len(batch) for batch in batches])
     started = time.perf_counter()
     with torch.inference_mode(), recording(recorder):
-        for batch in context.track(batches, "calibrate", "tok", lambda b: b.numel()):
-            model.base_model(batch.to(context.device), use_cache=False)
+        for batch, start in context.track(
+            list(zip(batches, starts, strict=True)), "calibrate", "tok", lambda b: b[0].numel()
+        ):
+            positions_BT = start[:, None] + torch.arange(batch.shape[1])
+            model.base_model(batch.to(context.device), position_ids=positions_BT.to(context.device), use_cache=False)
     context.costs["forward"] = time.perf_counter() - started - recorder.seconds
     statistics: dict[str, Tensor] = {}
     for index, layer in sorted(recorder.layers.items()):

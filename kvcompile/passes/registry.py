@@ -37,7 +37,7 @@ def _calibrate(scheme: Scheme, given: CalibrationInput) -> CalibratePass:
     plan = scheme.calibration
     tokens = given.tokens or plan.tokens
     return CalibratePass(
-        given.text, given.field, tokens, plan.sequence_length, plan.sample_sequences, plan.sample_length,
+        given.text, given.field, tokens, plan.sequence_length, plan.positions, plan.sample_sequences, plan.sample_length,
         plan.sample_queries, given.seed, given.shared,
     )  # fmt: skip
 

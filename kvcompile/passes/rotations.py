@@ -58,7 +58,7 @@ class RotationsPass:
                 rotation = solve_rotation(row.rotation, layer, covariance)
                 if rotation is not None:
                     tensors[f"layers.{layer.index}.{half}.rotation"] = rotation.float().contiguous()
-                if rotation is not None and getattr(row.rotation, "balance", 0):
+                if rotation is not None and isinstance(row.rotation, Spectral) and row.rotation.balance:
                     inverse = torch.linalg.inv(rotation).float().contiguous()
                     tensors[f"layers.{layer.index}.{half}.inverse"] = inverse
                 if covariance is not None:

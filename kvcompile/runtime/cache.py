@@ -28,8 +28,9 @@ class LayerPlan:
     """What the runtime does to one compiled layer, float32 on the device: rotations ``[K, D, D]``, means ``[K, D]``.
 
     None is the identity, or zero. Queries take `query_rotation`, the transposed inverse of the keys' (the same matrix where
-    that is orthogonal), attention outputs `output_rotation`, the inverse of the values'. `value_rotation` is set only where it is applied online: a folded one needs nothing at run
-    time. Means are of rotated rows; a key's may be left out of every logit, a value's is added to the output again.
+    that is orthogonal), attention outputs `output_rotation`, the inverse of the values'. The values' two are set only where
+    they are applied online: folded ones need nothing at run time. Means are of rotated rows; a key's may be left out of
+    every logit, a value's is added to the output again.
     """
 
     storage: Storage

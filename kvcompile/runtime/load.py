@@ -85,7 +85,9 @@ def _plan(artifact: Artifact, layer: LayerRecord, device: torch.device) -> Layer
         assert scale_H is not None
         correction = Correction(query_HDF, key_KDF, scale_H, tensor(maps.decoded))
     key_rotation, key_inverse = tensor(key.rotation), tensor(key.inverse)
-    value_rotation, value_inverse = (tensor(n) if value.apply == "online" else None for n in (value.rotation, value.inverse))
+    value_rotation, value_inverse = (
+        tensor(n) if value.apply == "online" else None for n in (value.rotation, value.inverse)
+    )
     return LayerPlan(
         Storage(layer.page_format(), tables, correction),
         key_rotation=key_rotation,

@@ -198,10 +198,15 @@ Correction = Annotated[NoCorrection | LinearCorrection, Field(discriminator="kin
 
 
 class Calibration(Section):
-    """How much text the statistics are taken from, and how much attention is kept to calibrate clips and adapters on."""
+    """How much text the statistics are taken from, and how much attention is kept to calibrate clips and adapters on.
+
+    With `positions` spread, later sequences start at later positions, up to what the model takes: attention under RoPE does
+    not depend on where a text starts, but keys and queries do, and a long context will hold all of them.
+    """
 
     tokens: int = Field(default=8192, ge=1)
     sequence_length: int = Field(default=2048, ge=16)
+    positions: Literal["start", "spread"] = "start"
     sample_sequences: int = Field(default=2, ge=1)
     sample_length: int = Field(default=1024, ge=16)
     sample_queries: int = Field(default=32, ge=1)
@@ -230,7 +235,9 @@ class LayerScheme(Section):
                     f"{self.window.block}, the tokens that are quantized together; use a divisor"
                 )
         if isinstance(self.value.token_scale, TokenScale):
-            raise ValueError("value.token_scale: stored norms multiply logits, so they are for keys only; use kind 'none'")
+            raise ValueError(
+                "value.token_scale: stored norms multiply logits, so they are for keys only; use kind 'none'"
+            )
         if isinstance(self.correction, LinearCorrection) and self.key.centroids:
             raise ValueError("correction.kind 'linear' is trained on what min-max coding loses; use key.centroids 0")
         return self
