@@ -47,7 +47,9 @@ ROWS: list[tuple[str, str, list[str], bool]] = [
     ("kvc-int2, damping 0.2", "kvc-int2", ["key.quantizer.damping=0.2", "value.quantizer.damping=0.2"], False),
     ("kvc-int2, no clip", "kvc-int2", ["key.clip.kind=none", "value.clip.kind=none"], False),
     ("kvc-int2, clip fixed at 0.96/0.92", "kvc-int2", ["key.clip.ratio=0.96", "value.clip.ratio=0.92"], False),
-    ("kvc-int2, integer zero point", "kvc-int2", ["key.quantizer.zero_point=integer", "value.quantizer.zero_point=integer"], False),
+    ("kvc-int2, integer zero point", "kvc-int2", [
+        "key.quantizer.zero_point=integer", "value.quantizer.zero_point=integer",
+    ], False),
     ("oscar-int2, centred, Lloyd-Max levels", "oscar-int2", [
         *SPREAD, *CENTER, "key.clip.kind=none", "value.clip.kind=none",
         *(f"{half}.quantizer.{field}" for half in ("key", "value") for field in ("zero_point=none", "levels=lloyd_max")),
@@ -66,13 +68,15 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
     parser.add_argument("--model", action="append", default=[])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--share", default="0/1", help="i/n: only every n-th row, from row i; to run rows side by side")
     parser.add_argument("--table", type=Path, help="print the table of a finished run and stop")
     options = parser.parse_args()
     if options.table:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return
+    first, step = map(int, options.share.split("/"))
     for name in options.model:
-        for label, scheme, overrides, long in ROWS:
+        for label, scheme, overrides, long in ROWS[first::step]:
             record = run(options.shared, name, scheme, overrides, [2048, 8192] if long else [2048])
             line = json.dumps({"model": name, "row": label, "scheme": scheme, "set": overrides, **record})
             print(line, flush=True)
@@ -86,7 +90,9 @@ def run(shared: Path, name: str, scheme: str, overrides: list[str], lengths: lis
     with tempfile.TemporaryDirectory() as folder:
         text = calibration_file(shared, Path(folder))
         started = time.perf_counter()
-        made = kvcompile.convert(shared / "models" / name, Path(folder) / "out", scheme, overrides=overrides, calibration=text)
+        made = kvcompile.convert(
+            shared / "models" / name, Path(folder) / "out", scheme, overrides=overrides, calibration=text
+        )
         assert made.manifest is not None
         record: dict[str, object] = {"bits_128k": round(made.manifest.bits_per_element["128k"], 3)}
         record["convert_seconds"] = round(time.perf_counter() - started, 1)

@@ -19,9 +19,10 @@ from transformers import DynamicCache
 import kvcompile
 from kvcompile.cli.console import ConsoleInstrument
 from kvcompile.evaluate import divergence, make_trials, reference_logits, retrieves
+from kvcompile.scheme import DEFAULT_SCHEME
 
 HERE = Path(__file__).parent
-SOURCE, OUT = HERE / "checkpoint", HERE.parent / ".demo" / "oscar-int2"
+SOURCE, OUT = HERE / "checkpoint", HERE.parent / ".demo" / DEFAULT_SCHEME
 PROMPT_TOKENS, NEW_TOKENS = 1536, 96
 KL_TOKENS, KL_START = 1024, 512
 console = Console(width=110)
@@ -42,7 +43,7 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     with stage("convert"):
         instrument = ConsoleInstrument(console)
-        converted = kvcompile.convert(SOURCE, OUT, "oscar-int2", instruments=[instrument], track=instrument.track)
+        converted = kvcompile.convert(SOURCE, OUT, instruments=[instrument], track=instrument.track)
     with stage("verify"):
         for check in kvcompile.verify(OUT, SOURCE).checks:
             console.print(f"ok: {check}", highlight=False)
@@ -92,7 +93,7 @@ def main() -> None:
         "measure",
         "packed INT2",
         "BF16",
-        title=f"oscar-int2 on the bundled example, {model.kvcompile.backend.name} backend",
+        title=f"{DEFAULT_SCHEME} on the bundled example, {model.kvcompile.backend.name} backend",
     )
     at_128k = converted.manifest.bits_per_element["128k"]
     table.add_row(f"cache bytes at {context} tokens (allocated)", f"{packed.nbytes():,}", f"{dense_bytes:,}")

@@ -15,6 +15,7 @@ import kvcompile
 from kvcompile.checkpoint import Checkpoint, tensor_bytes
 from kvcompile.cli.main import COMMANDS
 from kvcompile.models.agreement import KL_TOLERANCE, LOGITS_TOLERANCE, LogitAgreement, compare_logits, logits_of
+from kvcompile.scheme import DEFAULT_SCHEME
 from kvcompile.scheme.model import PASSES
 from tests.commands import QUICK, contents, quick_conversions, succeed, workspace
 from tests.conftest import family_config, save_model
@@ -149,7 +150,7 @@ def test_convert_says_what_it_did(model: Path, tmp_path: Path, capsys: Capsys) -
 def test_dry_run_writes_nothing(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     before = contents(model)
     done = succeed(capsys, "convert", model, "-o", tmp_path / "out", "--dry-run")
-    assert "dry run: Qwen3ForCausalLM, 2 of 2 layers would be packed with oscar-int2" in done.out
+    assert f"dry run: Qwen3ForCausalLM, 2 of 2 layers would be packed with {DEFAULT_SCHEME}" in done.out
     assert "no output was written" in done.out
     assert list(tmp_path.iterdir()) == []
     assert contents(model) == before
@@ -361,7 +362,7 @@ def test_verify(model: Path, folded: Path, overlay: Path, capsys: Capsys) -> Non
 def test_inspect_model(model: Path, capsys: Capsys) -> None:
     out = succeed(capsys, "inspect", model).out
     assert "Qwen3ForCausalLM" in out
-    assert "not converted; costed with oscar-int2" in out
+    assert f"not converted; costed with {DEFAULT_SCHEME}" in out
     assert "6/2" in out
     assert "2 of 2" in out
     found = json.loads(succeed(capsys, "inspect", model, "--json", "--scheme", "naive-int2").out)
@@ -374,7 +375,7 @@ def test_inspect_model(model: Path, capsys: Capsys) -> None:
 
 def test_inspect_artifact(folded: Path, overlay: Path, capsys: Capsys) -> None:
     for artifact in (folded, overlay):
-        assert "converted with oscar-int2" in succeed(capsys, "inspect", artifact).out
+        assert f"converted with {DEFAULT_SCHEME}" in succeed(capsys, "inspect", artifact).out
         found = json.loads(succeed(capsys, "inspect", artifact, "--json").out)
         assert found["converted"] is True
         assert found["bits_per_element"] == manifest_of(artifact)["bits_per_element"]

@@ -444,7 +444,7 @@ def test_unknown_scheme(model: Path, tmp_path: Path, capsys: Capsys) -> None:
 
 
 SCHEME_FAULTS = {
-    "bad TOML": ('name = "oscar-int2"', 'name = "oscar-int2', ("not valid TOML", "line 1")),
+    "bad TOML": ('name = "oscar-int2"', 'name = "oscar-int2', ("not valid TOML", "line 2")),
     "unknown field": ('kind = "quantile"', 'kind = "quantile"\nrate = 3', ("rate",)),
     "wrong value": ("bits = 2", "bits = 3", ("key.quantizer.bits", "value.quantizer.bits", "2 or 4")),
     "wrong kind": ('kind = "spectral"', 'kind = "spectrum"', ("key.rotation", "spectrum")),
@@ -918,7 +918,9 @@ def test_incomplete_weight_file(how: str, artifact: Path, capsys: Capsys) -> Non
     refuse_everywhere(capsys, artifact, file.name)
 
 
-def test_rotation_that_is_not_orthogonal(artifact: Path, capsys: Capsys) -> None:
+def test_rotation_that_is_not_orthogonal(model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    artifact = tmp_path / "out"
+    kvcompile.convert(model, artifact, "oscar-int2", calibration_tokens=256)
     path = artifact / "kvcompile.safetensors"
     tensors = load_file(path)
     tensors["layers.1.key.rotation"][0, 3, 5] += 0.01

@@ -40,7 +40,8 @@ def sequential_codes(x: torch.Tensor, fmt: RowFormat, factor: torch.Tensor) -> t
         for t in range(x.shape[1]):
             by_token = fmt.axis == "token"
             places = [
-                (head, t, c // fmt.group_size) if by_token else (head, t // fmt.group_size, c) for c in range(x.shape[2])
+                (head, t, c // fmt.group_size) if by_token else (head, t // fmt.group_size, c)
+                for c in range(x.shape[2])
             ]
             delta = 2.0 ** (math.floor(math.log2(max(float(scale[p]) for p in places))) - 6)
             errors: list[int] = []
@@ -77,9 +78,10 @@ def test_blocked_codes_are_those_of_the_sequential_definition(fmt, seed, damping
 
 
 @pytest.mark.parametrize("coder", CODERS, ids=["codec", "cpu"])
-def test_sums_are_exact_at_their_largest(coder):
-    """256 channels, factors and errors at their limits: what is fed forward still is a sum of integers below 2^24."""
-    fmt = RowFormat(256, 2, 256, rounding="error_feedback")
+@pytest.mark.parametrize("bits", [2, 4])
+def test_sums_are_exact_at_their_largest(bits, coder):
+    """256 channels, factors and (at 4 bits) errors at their limits: what is fed forward still is a sum below 2^24."""
+    fmt = RowFormat(256, bits, 256, rounding="error_feedback")
     signs = torch.randn(1, 256, 256, generator=torch.Generator().manual_seed(0)).sign()
     factor = (signs * FACTOR_LIMIT * FACTOR_STEP).triu(1)
     x = random_rows(256, 1, tokens=3)[:1]

@@ -1,6 +1,7 @@
 """Every format that a scheme can ask for: what its rows and pages promise, over all axes, bits, zero points and norms."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -118,8 +119,8 @@ def test_pages_hold_exactly_what_rows_decode_to(fmt, seed):
 @settings(max_examples=40, deadline=None)
 def test_leading_dimensions_do_not_matter(key, value, seed):
     """A batch of pages is the pages one by one."""
-    value = RowFormat(**{**vars(value), "head_dim": key.head_dim, "group_size": key.group_size, "axis": key.axis, "clip_ratio": 1.0,
-                         "zero_point": "float"})  # fmt: skip
+    same = {"head_dim": key.head_dim, "group_size": key.group_size, "axis": key.axis}
+    value = RowFormat(**{**vars(value), **same, "clip_ratio": 1.0, "zero_point": "float"})
     page = PageFormat(key, value)
     tables = random_tables(page, HEADS, seed)
     k, v = (torch.stack([random_rows(key.head_dim, seed + i) for i in half]) for half in ((0, 1), (2, 3)))
@@ -224,7 +225,7 @@ def test_lloyd_max_levels_are_a_fixed_point_for_a_normal_variable(bits):
     levels = LLOYD_MAX_LEVELS[bits]
     assert len(levels) == 2**bits
     assert list(levels) == [-x for x in reversed(levels)]
-    bounds = [-math.inf, *((a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)), math.inf]
+    bounds = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
 
     def density(x: float) -> float:
         return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
@@ -232,7 +233,7 @@ def test_lloyd_max_levels_are_a_fixed_point_for_a_normal_variable(bits):
     def mass(x: float) -> float:
         return (1 + math.erf(x / math.sqrt(2))) / 2
 
-    for level, low, high in zip(levels, bounds, bounds[1:], strict=False):
+    for level, low, high in zip(levels, bounds[:-1], bounds[1:], strict=True):
         mean = (density(low) - density(high)) / (mass(high) - mass(low))
         assert level == pytest.approx(mean, abs=2e-6)
 

@@ -115,7 +115,12 @@ def test_bits_per_element_of_kvlinc_tables_1_and_3():
     All of a context of 8192 tokens, residual block counted in full. The paper's 0.25 for the states is S alone in 16 bits; we
     count P (0.002) too. Its 1.92 for KVLinC at 1 bit contradicts that 0.25: 1.73 + 0.25 is 1.98, and so we have it.
     """
-    one_bit = ["key.quantizer.bits=1", "value.quantizer.bits=1", "key.quantizer.group_size=64", "value.quantizer.group_size=64"]
+    one_bit = [
+        "key.quantizer.bits=1",
+        "value.quantizer.bits=1",
+        "key.quantizer.group_size=64",
+        "value.quantizer.group_size=64",
+    ]
     no_correction = ["correction.kind=none"]
     assert f"{bits('kvlinc-int2', no_correction, 8192):.2f}" == "2.46"
     assert bits("kvlinc-int2", [], 8192, state_bits=16) == pytest.approx(2.71, abs=0.0075)
@@ -151,7 +156,9 @@ TABLE_4 = {  # millions of units for d = 4096, h = 128, L = 10000: prefill, deco
 }
 
 
-def operation_counts(butterfly: float, d: int = 4096, h: int = 128, tokens: int = 10_000) -> dict[str, tuple[float, ...]]:
+def operation_counts(
+    butterfly: float, d: int = 4096, h: int = 128, tokens: int = 10_000
+) -> dict[str, tuple[float, ...]]:
     """Table 3 of seed 002 by the text of appendix K: units for a prefill of all tokens, and for one decode step.
 
     `butterfly` is what a Hadamard transform of one tensor's d channels costs; a table lookup counts as five units.
@@ -168,7 +175,7 @@ def operation_counts(butterfly: float, d: int = 4096, h: int = 128, tokens: int 
 
 def test_operation_counts_of_table_4_follow_from_d_log_h():
     """The erratum: text and table 3 print ``d / log2 h`` for a transform; table 4 was computed with ``d log2 h``."""
-    d, h = 4096, 128
+    d = 4096
     for name, found in operation_counts(d * 7).items():
         assert found == pytest.approx(TABLE_4[name], rel=6e-4), name
     printed = operation_counts(d / 7)

@@ -48,23 +48,103 @@ def test_fold_of_a_float32_copy_is_exact(name, tmp_path):
     assert kvcompile.verify(tmp_path / "out", tmp_path / "model").logits.relative_error <= 1e-4
 
 
+CHANNEL_128 = ("key.quantizer.group_size=128", "value.quantizer.group_size=128")
+UNROTATED = ("key.rotation.kind=identity", "key.quantizer.zero_point=float", "value.quantizer.zero_point=float")
+REFERENCE_ROWS = {
+    "naive2": ("naive-int2",),
+    "quarot2": ("quarot-int2",),
+    "oscar2": ("oscar-int2",),
+    "kivi2-g32": ("kivi-int2",),
+    "kivi2-g128": ("kivi-int2", *CHANNEL_128),
+    "omni2-g32": ("omni-int2",),
+    "omni2-g32-head": ("omni-int2", "key.token_scale.scope=head"),
+    "cr2-g32": ("omni-int2", "key.token_scale.kind=none"),
+    "ots2-g32": ("omni-int2", *UNROTATED),
+    "kvlinc2-noadapter": ("kvlinc-int2", "correction.kind=none"),
+    "saw4": ("saw-int4",),
+    "naive4": ("naive-int4",),
+}
+"""Rows of reference_quality.json and what they are here.
+
+The reference's 4-bit schemes quantize every token at once; here the tokens of an unfinished block stay in BF16, so theirs
+is an upper limit only.
+"""
+LAYER_SCOPE = ("key.rotation.scope=layer", "value.rotation.scope=layer")
+
+
+@pytest.fixture(scope="module")
+def kl_of(tmp_path_factory):
+    """KL of a scheme with overrides on a reference model, at 2k windows unless said otherwise; measured once."""
+    folder = tmp_path_factory.mktemp("schemes")
+    text, known = calibration_file(SHARED, folder), {}
+
+    def measured(model: str, scheme: str, *overrides: str, count: int = 4, length: int = 2048) -> float:
+        key = (model, scheme, *overrides, length)
+        if key not in known:
+            out = folder / str(len(known))
+            kvcompile.convert(SHARED / "models" / model, out, scheme, overrides=overrides, calibration=text)
+            known[key] = measure(out, SHARED, count, length).kl
+        return known[key]
+
+    return measured
+
+
 @pytest.mark.shared
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-32m", "llama-32m"])
-def test_kl_is_at_most_that_of_the_reference(name, converted_models):
-    """Four windows of 2048, decoded in chunks, positions past 512: at most 1.1 of the reference's oscar2 row."""
+@pytest.mark.parametrize("row", REFERENCE_ROWS)
+def test_kl_is_that_of_the_reference_on_llama(row, kl_of):
+    """Within 10 % of what an independent implementation measured with simulated quantization, four windows of 2048."""
     reference = json.loads((SHARED / "models" / "reference_quality.json").read_text())
-    limit = 1.1 * reference["models"][name]["2k"]["oscar2"]["kl"]
-    found = measure(converted_models[name].out, SHARED)
-    assert found.kl <= limit
-    assert found.kl > 0.2 * limit, "a KL this small means that nothing was quantized"
+    limit = reference["models"]["llama-32m"]["2k"][row]["kl"]
+    found = kl_of("llama-32m", *REFERENCE_ROWS[row])
+    assert found <= 1.1 * limit
+    assert found >= (0.25 if row.endswith("4") else 0.75) * limit, "a KL this small means that less was quantized"
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["quarot2", "oscar2", "kivi2-g32", "omni2-g32"])
+def test_kl_is_that_of_the_reference_on_qwen3(row, kl_of):
+    reference = json.loads((SHARED / "models" / "reference_quality.json").read_text())
+    limit = reference["models"]["qwen3-32m"]["2k"][row]["kl"]
+    assert 0.75 * limit <= kl_of("qwen3-32m", *REFERENCE_ROWS[row]) <= 1.1 * limit
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_schemes_rank_as_their_papers_say(kl_of):
+    """OSCAR: naive > quarot > oscar at 2 bits. OScaR: rotation before channel-wise keys helps; max norms collapse."""
+
+    def kl(*what: str) -> float:
+        return kl_of("llama-32m", *what)
+
+    assert kl("naive-int2") > kl("quarot-int2") > kl("oscar-int2")
+    unrotated = kl("omni-int2", "key.token_scale.kind=none", "key.rotation.kind=identity")
+    assert unrotated > kl("omni-int2", "key.token_scale.kind=none")
+    assert kl("omni-int2", "key.token_scale.kind=max") > kl("omni-int2")
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_the_default_scheme_beats_oscar_at_the_same_bits(kl_of):
+    """kvc-int2 against oscar-int2 with one rotation per layer: geometric mean over two models at most 0.42 at 2k.
+
+    At 8k, where the limit is 0.60, one window of one model has to do here; `benchmarks/ablation.py` has both.
+    """
+    ratios = [kl_of(m, "kvc-int2") / kl_of(m, "oscar-int2", *LAYER_SCOPE) for m in ("qwen3-32m", "llama-32m")]
+    assert (ratios[0] * ratios[1]) ** 0.5 <= 0.42
+    long = {"count": 1, "length": 8192}
+    assert kl_of("llama-32m", "kvc-int2", **long) <= 0.6 * kl_of("llama-32m", "oscar-int2", *LAYER_SCOPE, **long)
 
 
 @pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "trials"), [(4096, 12), (8192, 24)])
-def test_retrieval_on_qwen3(tokens, trials, converted_models):
-    assert measure_retrieval(converted_models["qwen3-32m"].out, SHARED, tokens, trials) >= 0.95
+def test_retrieval_on_qwen3(tokens, trials, tmp_path):
+    """The unquantized model finds every number; so does the default scheme."""
+    text = calibration_file(SHARED, tmp_path)
+    kvcompile.convert(SHARED / "models" / "qwen3-32m", tmp_path / "out", calibration=text)
+    assert measure_retrieval(tmp_path / "out", SHARED, tokens, trials) == 1.0
 
 
 @pytest.mark.shared
@@ -81,14 +161,14 @@ def test_tinystories_generates_from_pages(converted_models):
 
 @pytest.mark.slow
 def test_rotations_beat_plain_quantization(tmp_path, example):
-    """On the bundled example: oscar-int2 < quarot-int2 < naive-int2 in KL, all with the same bits and windows."""
+    """On the bundled example: kvc-int2 < oscar-int2 < quarot-int2 < naive-int2 in KL, all with the same bits and windows."""
     from kvcompile.evaluate import divergence, reference_logits
 
     text = (Path(__file__).parents[1] / "examples" / "heldout.txt").read_text("utf-8")
     kl = {}
-    for scheme in ("naive-int2", "quarot-int2", "oscar-int2"):
+    for scheme in ("naive-int2", "quarot-int2", "oscar-int2", "kvc-int2"):
         kvcompile.convert(example, tmp_path / scheme, scheme)
         model, tokenizer = kvcompile.load(tmp_path / scheme)
         ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :2400].view(3, 800)
         kl[scheme] = divergence(model, kvcompile.new_cache(model), ids, reference_logits(model, ids), start=500).kl
-    assert kl["oscar-int2"] < kl["quarot-int2"] < kl["naive-int2"]
+    assert kl["kvc-int2"] < kl["oscar-int2"] < kl["quarot-int2"] < kl["naive-int2"]

@@ -406,7 +406,7 @@ def test_a_dense_cache_takes_chunks_with_and_without_a_mask(small, masked):
 def test_heads_that_the_cpu_kernel_cannot_read_go_to_the_codec(tmp_path):
     """head_dim 24 at 2 bits is no whole number of 32-bit words: chosen when the model is loaded, not at the first step."""
     save_model(family_config("qwen3", head_dim=24), tmp_path / "model")
-    kvcompile.convert(tmp_path / "model", tmp_path / "out", calibration_tokens=256)
+    kvcompile.convert(tmp_path / "model", tmp_path / "out", "oscar-int2", calibration_tokens=256)
     model = kvcompile.load(tmp_path / "out")[0]
     assert model.kvcompile.backend.name == "codec"
     assert model.generate(random_ids(1, 20).cpu(), max_new_tokens=2).shape[1] <= 22

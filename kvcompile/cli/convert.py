@@ -9,12 +9,13 @@ from kvcompile.cli.console import ConsoleInstrument, cost_table, tracker
 from kvcompile.errors import OutputError
 from kvcompile.passes.convert import convert
 from kvcompile.passes.dump import DumpIR
+from kvcompile.scheme import DEFAULT_SCHEME
 
 
 @click.command("convert")
 @click.argument("model")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="Directory to create.")
-@click.option("-s", "--scheme", default="oscar-int2", show_default=True, help="Built-in scheme or TOML file.")
+@click.option("-s", "--scheme", default=DEFAULT_SCHEME, show_default=True, help="Built-in scheme or TOML file.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override one field of the scheme; repeatable."
 )
@@ -54,7 +55,7 @@ def convert_command(
     \b
     Example:
       kvcompile convert path/to/model --scheme oscar-int2 -o out/
-      kvcompile convert path/to/model -o out/ --set key.rotation.scope=layer --set value.clip.ratio=0.9
+      kvcompile convert path/to/model --scheme oscar-int2 -o out/ --set key.rotation.scope=layer
     """
     console = Console(stderr=True)
     try:

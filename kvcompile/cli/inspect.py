@@ -9,12 +9,13 @@ from rich.table import Table
 
 from kvcompile.evaluate import inspect
 from kvcompile.evaluate.inspection import Inspection
+from kvcompile.scheme import DEFAULT_SCHEME
 
 
 @click.command("inspect")
 @click.argument("path")
 @click.option(
-    "-s", "--scheme", default="oscar-int2", show_default=True, help="Scheme to cost an unconverted model with."
+    "-s", "--scheme", default=DEFAULT_SCHEME, show_default=True, help="Scheme to cost an unconverted model with."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(path: str, scheme: str, as_json: bool) -> None:

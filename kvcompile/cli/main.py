@@ -51,7 +51,7 @@ def cli() -> None:
 
     \b
     Example:
-      kvcompile convert path/to/model --scheme oscar-int2 -o out/
+      kvcompile convert path/to/model -o out/
       kvcompile verify out/ --source path/to/model
       kvcompile generate out/ --prompt "Once upon a time"
     """

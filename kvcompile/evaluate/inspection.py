@@ -9,7 +9,7 @@ from kvcompile.errors import SchemeError
 from kvcompile.models import AttentionLayer, take_inventory
 from kvcompile.passes.emit import CONTEXTS
 from kvcompile.passes.inventory import check_fit
-from kvcompile.scheme import Scheme, bits_per_element, history_bits, load_scheme
+from kvcompile.scheme import DEFAULT_SCHEME, Scheme, bits_per_element, history_bits, load_scheme
 
 BF16_BYTES = 2
 
@@ -46,7 +46,7 @@ class Inspection:
         return sum(not layer.reason for layer in self.layers)
 
 
-def inspect(path: str | Path, scheme: str | Scheme = "oscar-int2") -> Inspection:
+def inspect(path: str | Path, scheme: str | Scheme = DEFAULT_SCHEME) -> Inspection:
     """Describe a checkpoint under `scheme`, or an artifact under its own.
 
     Raises UnsupportedArchitectureError or CheckpointError as convert would.

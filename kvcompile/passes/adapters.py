@@ -20,7 +20,7 @@ from kvcompile.scheme.model import LinearCorrection
 EVALUATE_EVERY = 20
 ROWS_PER_STEP = 64
 """Query positions of one sequence, of all heads, that a step sees."""
-SHARES = (0.3, 0.1, 0.03, 0.01, 0.003)
+SHARES = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6)
 """Ratios of correction to softmax that training may start from."""
 QUERY_SPREAD = 1.0
 """Standard deviation of the logits in ``phi_q`` before training."""
@@ -88,14 +88,16 @@ class Trained:
     steps: int
 
 
-def train(samples: Sequence[AttentionRows], held_out: AttentionRows, plan: LinearCorrection, seed: int) -> Trained:
+def train(
+    samples: Sequence[AttentionRows], held_out: Sequence[AttentionRows], plan: LinearCorrection, seed: int
+) -> Trained:
     """Fit the maps of one layer with Adam; what is returned are those with the smallest held-out loss.
 
     The learning rate falls to 0 along a cosine. A head whose held-out loss the best maps do not lower gets scale 0: its
     attention is then exactly the uncorrected one. Same samples, plan and seed, same bits.
     """
     generator = torch.Generator().manual_seed(seed)
-    before_H = held_out.losses(None)
+    before_H = mean_losses(held_out, None)
     start = starting_maps(samples, plan, generator)
     log_scale_H = best_scale(samples[0], start).log().requires_grad_()
     named = {name: x.clone().requires_grad_() for name, x in vars(start).items() if name != "scale_H" and x is not None}
@@ -108,7 +110,7 @@ def train(samples: Sequence[AttentionRows], held_out: AttentionRows, plan: Linea
     for step in range(plan.steps + 1):
         if step % EVALUATE_EVERY == 0 or step == plan.steps:
             with torch.no_grad():
-                losses_H = held_out.losses(current())
+                losses_H = mean_losses(held_out, current())
             if step == 0 or losses_H.mean() < after_H.mean():
                 best, after_H, stale = _frozen(current()), losses_H, 0
             else:
@@ -126,6 +128,11 @@ def train(samples: Sequence[AttentionRows], held_out: AttentionRows, plan: Linea
     gains_H = after_H < before_H
     best = replace(best, scale_H=best.scale_H * gains_H)
     return Trained(best, float(before_H.mean()), float(torch.where(gains_H, after_H, before_H).mean()), step)
+
+
+def mean_losses(samples: Sequence[AttentionRows], correction: Correction | None) -> Tensor:
+    """`AttentionRows.losses` over several sequences: float32 ``[H]``."""
+    return torch.stack([sample.losses(correction) for sample in samples]).mean(0)
 
 
 def starting_maps(samples: Sequence[AttentionRows], plan: LinearCorrection, generator: torch.Generator) -> Correction:

@@ -29,7 +29,7 @@ from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
 from kvcompile.passes.workspace import StageStore, Workspace
-from kvcompile.scheme import Scheme, load_scheme
+from kvcompile.scheme import DEFAULT_SCHEME, Scheme, load_scheme
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Conversion:
 def convert(
     model: str | Path,
     out: str | Path,
-    scheme: str | Scheme = "oscar-int2",
+    scheme: str | Scheme = DEFAULT_SCHEME,
     *,
     overrides: Sequence[str] = (),
     calibration: str | Path | None = None,

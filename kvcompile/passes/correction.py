@@ -118,13 +118,14 @@ def masks(window: Window, queries: int, tokens: int) -> tuple[Tensor, Tensor]:
     return (token_T >= sink) & (token_T < last_n[:, None]), token_T < seen_n[:, None]
 
 
-def split(rows: list[AttentionRows]) -> tuple[list[AttentionRows], AttentionRows]:
-    """Sequences to train on, and the one held out."""
+def split(rows: list[AttentionRows]) -> tuple[list[AttentionRows], list[AttentionRows]]:
+    """Sequences to train on, and those held out: every eighth, from the middle of the positions they may be spread over."""
     if len(rows) > 1:
-        return rows[:-1], rows[-1]
+        held_out = range(min(4, len(rows) - 1), len(rows), 8)
+        return [x for i, x in enumerate(rows) if i not in held_out], [rows[i] for i in held_out]
     positions = torch.arange(rows[0].q_HnD.shape[1], device=rows[0].q_HnD.device)
     cut = max(1, len(positions) * 3 // 4)
-    return [rows[0].take(positions[:cut])], rows[0].take(positions[min(cut, len(positions) - 1) :])
+    return [rows[0].take(positions[:cut])], [rows[0].take(positions[min(cut, len(positions) - 1) :])]
 
 
 def _named(correction: Correction) -> dict[str, Tensor]:

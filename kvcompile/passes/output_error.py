@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from kvcompile.calibration import AttentionSample
+from kvcompile.errors import CheckpointError
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.coding import HalfCoding, history_slice
 from kvcompile.passes.ir import IR
@@ -55,7 +56,16 @@ class OutputError:
 
 
 def output_gram(ir: IR, layer: AttentionLayer) -> Tensor:
-    """float64 ``[K, D, D]``: ``sum_h W_O,h^T W_O,h`` over the query heads h of each KV head."""
-    w_OKGD = ir.checkpoint.load(layer.o_weight).double().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
+    """float64 ``[K, D, D]``: ``sum_h W_O,h^T W_O,h`` over the query heads h of each KV head.
+
+    Raises CheckpointError for a W_O that holds NaN or infinity.
+    """
+    weight = ir.checkpoint.load(layer.o_weight).double()
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"tensor {layer.o_weight} (layer {layer.index}) in {ir.checkpoint.path} holds NaN or infinity; "
+            "repair the checkpoint"
+        )
+    w_OKGD = weight.unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
     w_KXD = w_OKGD.permute(1, 0, 2, 3).flatten(1, 2)
     return w_KXD.mT @ w_KXD

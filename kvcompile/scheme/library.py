@@ -12,7 +12,11 @@ from pydantic import ValidationError
 from kvcompile.errors import SchemeError
 from kvcompile.scheme.model import Scheme, reset_section
 
+DEFAULT_SCHEME = "kvc-int2"
+"""What a conversion uses when no scheme is named: the most accurate one at its bits (docs/schemes.md has the table)."""
+
 _BUILTIN = files("kvcompile.scheme") / "builtin"
+_FIELD = r'(?:"[^"]+"|[^."]+)'
 
 
 def builtin_names() -> list[str]:
@@ -65,10 +69,12 @@ def parse_scheme(document: dict[str, Any], where: str) -> Scheme:
 def _apply(document: dict[str, Any], override: str) -> None:
     """Set one dotted field of a scheme document in place."""
     path, separator, text = override.partition("=")
-    if not separator or not path:
-        raise SchemeError(f"--set {override}: expected FIELD=VALUE, for example key.clip.ratio=0.95")
+    if not separator or not re.fullmatch(rf"{_FIELD}(\.{_FIELD})*", path):
+        raise SchemeError(
+            f'--set {override}: expected FIELD=VALUE, for example key.clip.ratio=0.95 or layers."0-1".key.quantizer.bits=4'
+        )
     value = _parse_value(text)
-    *parents, leaf = (quoted or plain for quoted, plain in re.findall(r'"([^"]+)"|([^."]+)', path))
+    *parents, leaf = (field.strip('"') for field in re.findall(_FIELD, path))
     section = document
     for parent in parents:
         section = section.setdefault(parent, {})
