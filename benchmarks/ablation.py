@@ -1,7 +1,7 @@
 """What each part of `kvc-int2` brings, and what did not help: KL of variants on the reference models, real packed cache.
 
-    python benchmarks/ablation.py --shared ../shared --model qwen3-32m --out benchmarks/results/cpu/ablation.jsonl
-    python benchmarks/ablation.py --table benchmarks/results/cpu/ablation.jsonl
+    python -m benchmarks.ablation --shared ../shared --model qwen3-32m --out benchmarks/results/cpu/ablation.jsonl
+    python -m benchmarks.ablation --table benchmarks/results/cpu/ablation.jsonl
 
 Windows and positions are those of `reference_quality.json`: four windows of 2048 tokens, and two of 8192 for the rows that
 are marked long. Ratios are to `oscar-int2` with one rotation per layer, which has the same bits and windows.
@@ -112,7 +112,8 @@ def table(records: list[dict[str, object]]) -> str:
         "| variant | " + " | ".join(f"{model} {n // 1024}k" for model, n in columns) + " | ratio 2k | ratio 8k |",
         "|---" * (len(columns) + 3) + "|",
     ]
-    for row in dict.fromkeys(str(r["row"]) for r in records):
+    measured = {r["row"] for r in records}
+    for row in (label for label, *_ in ROWS if label in measured):
         values = [kl.get((row, *column)) for column in columns]
         ratios = [_ratio(kl, row, models, n) for n in WINDOWS]
         cells = [f"{v:.5f}" if isinstance(v, float) else "" for v in values] + [f"{r:.2f}" if r else "" for r in ratios]

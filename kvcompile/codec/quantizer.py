@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcompile.codec.feedback import feedback_codes
+from kvcompile.codec.feedback import MAX_FEEDBACK_DIM, feedback_codes
 
 SMALLEST_SCALE = 1e-30
 """Groups whose range is smaller than this are constant and are stored exactly (to BF16) by their zero point."""
@@ -56,6 +56,8 @@ class RowFormat:
             raise ValueError(f"group_size {self.group_size} does not divide head_dim {self.head_dim}")
         if self.head_dim * self.bits % 8:
             raise ValueError(f"head_dim {self.head_dim} at {self.bits} bits is not a whole number of bytes")
+        if self.rounding == "error_feedback" and self.head_dim > MAX_FEEDBACK_DIM:
+            raise ValueError(f"error feedback is exact up to head_dim {MAX_FEEDBACK_DIM}, this is {self.head_dim}")
 
     @property
     def num_groups(self) -> int:

@@ -20,9 +20,10 @@ try:
     from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise KvCompileError(
-        f"lm-evaluation-harness cannot be imported ({error}); install it with: pip install 'kvcompile[lm-eval]'"
-    ) from error
+    message = f"lm-evaluation-harness cannot be imported ({error}); install it with: pip install 'kvcompile[lm-eval]'"
+    if __name__ == "__main__":
+        raise SystemExit(f"error: {message}") from None
+    raise KvCompileError(message) from error
 
 NAME = "kvcompile"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.runtime.correction import Correction
+from kvcompile.codec.correction import Correction
 from kvcompile.scheme.model import LinearCorrection
 
 EVALUATE_EVERY = 20

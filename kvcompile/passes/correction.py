@@ -8,12 +8,12 @@ from torch import Tensor
 
 from kvcompile.artifact import correction_record
 from kvcompile.calibration import AttentionSample
+from kvcompile.codec.correction import Correction
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.adapters import AttentionRows, Trained, train
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.coding import HalfCoding
 from kvcompile.passes.ir import IR
-from kvcompile.runtime.correction import Correction
 from kvcompile.scheme.model import LinearCorrection, Window
 
 
@@ -23,7 +23,7 @@ class CorrectionPass:
 
     1. The loss is the cross-entropy between exact attention rows and the corrected rows of the quantized cache, on the
        attention sample. Each query sees the pages and windows that it would see at run time; in a short sample windows shrink.
-    2. The last sequence of the sample is held out (of a single one, its last queries). Training stops when its loss has not
+    2. One sequence in eight is held out (of a single one, its last queries). Training stops when its loss has not
        fallen for `patience` evaluations, and the best maps are kept.
     3. A head that gains nothing on held-out text gets scale 0, which is no correction.
     4. Form paper is equation 5 with a scale per head; relative also reads decoded keys, and adds a share of attention.
@@ -31,7 +31,7 @@ class CorrectionPass:
     """
 
     name: ClassVar[str] = "correction"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     stored: ClassVar[bool] = True
 
     seed: int = 0

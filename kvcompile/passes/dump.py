@@ -18,7 +18,7 @@ class DumpIR(Instrument):
     def after(self, step: Pass, result: PassResult, seconds: float) -> None:
         """Write one pass's result."""
         ir = result.ir
-        stem = self.directory / f"{self.count}-{step.name}"
+        stem = self.directory / f"{self.count:02d}-{step.name}"
         self.count += 1
         tensors = {n: t.contiguous() for n, t in [*ir.statistics.items(), *ir.tensors.items()]}
         save_file(tensors, stem.with_suffix(".safetensors"))

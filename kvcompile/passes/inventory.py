@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from kvcompile.codec.feedback import MAX_FEEDBACK_DIM
 from kvcompile.errors import SchemeError
 from kvcompile.linalg import is_hadamard_order
 from kvcompile.models import AttentionLayer, Inventory, take_inventory
@@ -63,6 +64,11 @@ def check_fit(scheme: Scheme, layer: AttentionLayer) -> None:
             raise SchemeError(
                 f"scheme {scheme.name}: head_dim {layer.head_dim} of {layer.prefix} at {row.quantizer.bits} bits "
                 "is no whole number of bytes"
+            )
+        if row.quantizer.rounding == "error_feedback" and layer.head_dim > MAX_FEEDBACK_DIM:
+            raise SchemeError(
+                f"scheme {scheme.name}: {half}.quantizer.rounding error_feedback is exact up to head_dim {MAX_FEEDBACK_DIM}, "
+                f"{layer.prefix} has {layer.head_dim}; use --set {half}.quantizer.rounding=nearest"
             )
         order = _hadamard_order(row, layer.head_dim)
         if order is not None and (layer.head_dim % order or not is_hadamard_order(order)):

@@ -73,6 +73,9 @@ class RotationsPass:
                 emitted = f"layers.{layer.index}.{half}.rotation" in ir.tensors
                 if emitted == isinstance(row.rotation, Identity):
                     return f"layer {layer.index} has {'an unexpected' if emitted else 'no'} {half} rotation"
+                inverted = f"layers.{layer.index}.{half}.inverse" in ir.tensors
+                if inverted != bool(getattr(row.rotation, "balance", 0)):
+                    return f"layer {layer.index} has {'an unexpected' if inverted else 'no'} inverse of its {half} rotation"
         return None
 
 

@@ -12,11 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcompile.artifact import Artifact, LayerRecord, Manifest, open_artifact
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.codec import PageTables, RowTables
+from kvcompile.codec.correction import Correction
 from kvcompile.errors import CacheError
 from kvcompile.models import load_model, load_tokenizer
 from kvcompile.runtime.backend import Backend, choose_backend
 from kvcompile.runtime.cache import ATTENTION, LayerPlan, PackedCache, PackedLayer
-from kvcompile.runtime.correction import Correction
 from kvcompile.runtime.store import Geometry, PackedStore, Storage
 
 

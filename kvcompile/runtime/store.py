@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcompile.codec import NO_PAGE_TABLES, LayerCache, PageFormat, PageTables, decode_pages
+from kvcompile.codec.correction import Correction, CorrectionStates
 from kvcompile.errors import CacheError
 from kvcompile.runtime.backend import Backend
-from kvcompile.runtime.correction import Correction, CorrectionStates
 
 _SPARE = 8
 """When the pool is full it grows by an eighth."""

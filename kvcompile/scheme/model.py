@@ -183,7 +183,7 @@ class LinearCorrection(Section):
     """A trained linear-attention term for what quantization took from the keys (KVLinC, seed 004 section 3.2).
 
     `features` is the size of phi; training stops early when held-out loss has not fallen for `patience` evaluations. With
-    form paper the term is equation 5 and knows key errors only; relative (`runtime/correction.py`) also knows decoded keys.
+    form paper the term is equation 5 and knows key errors only; relative (`codec/correction.py`) also knows decoded keys.
     """
 
     kind: Literal["linear"] = "linear"

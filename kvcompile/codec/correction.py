@@ -4,7 +4,7 @@ Shapes: B batch rows, K KV heads, G query heads per KV head, H = K G, D head_dim
 
 ``phi(x) = [softmax(x W1), softmax(x W2)]``. States ``S = sum phi_k^T v_q`` and ``P = sum phi_k`` grow when a block is
 quantized; phi(0) is not 0, so tokens in BF16 windows stay out of them. A query adds ``w phi_q(q) S`` to the numerator and
-``w phi_q(q) P`` to the denominator of its softmax. Two forms (`docs/passes.md` says what they gain):
+``w phi_q(q) P`` to the denominator of its softmax. Two forms (`docs/schemes.md` says what they gain):
 
 paper     ``phi_k(k - k_q)``, and ``w = scale``: equation 5 for scale 1. Algorithm 1 of the paper rescales only the softmax by
           exp(-m) and leaves the correction as it is; here both are rescaled.
