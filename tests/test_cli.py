@@ -181,9 +181,9 @@ def test_stopped_run_continues(model: Path, folded: Path, tmp_path: Path, capsys
 def test_dump_ir(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     dump = tmp_path / "deep" / "dump"
     succeed(capsys, "convert", model, "-o", tmp_path / "out", *QUICK, "--dump-ir", dump)
-    expected = {f"{i}-{name}.{ext}" for i, name in enumerate(PASSES) for ext in ("json", "safetensors")}
+    expected = {f"{i:02d}-{name}.{ext}" for i, name in enumerate(PASSES) for ext in ("json", "safetensors")}
     assert {p.name for p in dump.iterdir()} == expected
-    last = json.loads((dump / f"{PASSES.index('verify')}-verify.json").read_text())
+    last = json.loads((dump / f"{PASSES.index('verify'):02d}-verify.json").read_text())
     assert last["summary"]["fold_logit_error"] <= LOGITS_TOLERANCE
     assert len(last["folds"]) == 4
 

@@ -9,7 +9,7 @@ from kvcompile.passes.base import Instrument, Pass, PassResult
 
 
 class DumpIR(Instrument):
-    """Writes ``{n}-{pass}.safetensors`` (statistics and tensors) and ``{n}-{pass}.json`` (the rest)."""
+    """Writes ``{nn}-{pass}.safetensors`` (statistics and tensors) and ``{nn}-{pass}.json`` (the rest)."""
 
     def __init__(self, directory: Path):
         self.directory, self.count = directory, 0
