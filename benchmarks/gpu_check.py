@@ -7,32 +7,25 @@ against float64 on the same codes, over random odd shapes. Speed: CUDA graphs ov
 of them), median of replays, against torch SDPA in bf16 with `enable_gqa`. Without a GPU only the correctness part runs, in
 Triton's interpreter.
 """
-# ruff: noqa: E402 - the interpreter must be chosen before the kernels are imported
 
 import argparse
 import json
-import math
-import os
 import platform
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu import DEVICE, decode_errors, microseconds, read_bandwidth
 from kvcompile.codec import (
     NO_PAGE_TABLES,
     LayerCache,
@@ -133,26 +126,6 @@ def build_layer(fmt: PageFormat, num_heads: int, num_tokens: list[int], sink: in
         torch.tensor(num_tokens, dtype=torch.int32, device=DEVICE),
         *(random_rows(len(num_tokens), num_heads, slots, fmt.head_dim) for slots in (sink, sink, ring, ring)),
     )
-
-
-def decode_errors(
-    attended: tuple[Tensor, Tensor], q_BHD: Tensor, layer: LayerCache, scaling: float, rows: list[int]
-) -> tuple[float, float]:
-    """Largest relative error of a head's output against float64 on the same codes, and error of the log of its weights."""
-    (out_BHD, lse_BH), largest, largest_lse = attended, 0.0, 0.0
-    for row in rows:
-        k_KTD, v_KTD = (x.double() for x in layer.dense_row(row))
-        exact_HD = torch.zeros_like(out_BHD[row], dtype=torch.float64)
-        if k_KTD.shape[1]:
-            logits_KGT = q_BHD[row].double().unflatten(0, (k_KTD.shape[0], -1)) @ k_KTD.transpose(1, 2) * scaling
-            exact_HD = (logits_KGT.softmax(dim=-1) @ v_KTD).flatten(0, 1)
-            error = (lse_BH[row].double() - logits_KGT.logsumexp(dim=-1).flatten()).abs().max().item()
-            largest_lse = max(largest_lse, error if math.isfinite(error) else math.inf)
-        elif not (lse_BH[row] == -math.inf).all():
-            largest_lse = math.inf
-        error_H = (out_BHD[row].double() - exact_HD).norm(dim=-1) / exact_HD.norm(dim=-1).clamp_min(1e-30)
-        largest = max(largest, error_H.max().item() if error_H.isfinite().all() else math.inf)
-    return largest, largest_lse
 
 
 def check_grid(shapes_per_format: int, longest: int) -> list[dict]:
@@ -256,34 +229,6 @@ def check_rotation() -> float:
     return largest
 
 
-def microseconds(calls: list[Callable[[], object]], replays: int = 20) -> float:
-    """Median time of one call; the calls, each on buffers of its own, are captured into one graph of at least 8."""
-    calls = calls * math.ceil(8 / len(calls))
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
-def read_bandwidth() -> float:
-    """Bytes per second that a plain sum over 4 GiB reads."""
-    x = torch.zeros(2**30, device=DEVICE)
-    return 2**32 / microseconds([lambda: x.sum()]) * 1e6
-
-
 def time_encode(batch: int, context: int, num_heads: int) -> list[dict]:
     """The whole context at once (prefill), and one block per row (the flush of a decoding batch)."""
     rows = []
@@ -310,7 +255,7 @@ def time_encode(batch: int, context: int, num_heads: int) -> list[dict]:
     return rows
 
 
-def time_decode(batch: int, context: int, num_queries: int, num_heads: int, sweep: bool) -> list[dict]:
+def time_decode(batch: int, context: int, num_queries: int, num_heads: int) -> list[dict]:
     """`attend` and torch SDPA over the same number of tokens."""
     rows = []
     scaling = MAIN.head_dim**-0.5
@@ -319,14 +264,8 @@ def time_decode(batch: int, context: int, num_queries: int, num_heads: int, swee
     error, _ = decode_errors(attend(q, layers[0], scaling), q, layers[0], scaling, sorted({0, batch - 1}))
     num_windows = 2 * num_heads * MAIN.head_dim * 2 * int(sum(context - 64 * n for n in layers[0].num_pages_B.tolist()))
     traffic = num_heads * MAIN.page_bytes * int(layers[0].num_pages_B.sum()) + num_windows
-    default = default_config(batch, layers[0])
+    default = default_config(batch, layers[0], num_queries // num_heads)
     configs = {f"kvcompile INT2 {default.page_splits}+{default.window_splits} splits": default}
-    if sweep:
-        for warps in (1, 2):
-            for stages in (2, 3, 4):
-                for splits in sorted({max(1, default.page_splits * f // 4) for f in (1, 2, 3, 4, 6, 8, 12)}):
-                    name = f"INT2 {splits}+{default.window_splits} splits, {warps} warps, {stages} stages"
-                    configs[name] = DecodeConfig(splits, default.window_splits, num_warps=warps, num_stages=stages)
     for name, config in configs.items():
         calls = [lambda x=x, c=config: attend(q, x, scaling, c) for x in layers]
         rows.append(timed(name, batch, context, traffic, lambda calls=calls: calls) | {"error": error})
@@ -394,14 +333,13 @@ def main() -> None:
     parser.add_argument("--shapes-per-format", type=int, default=7, help="random shapes per format in the grid")
     parser.add_argument("--longest", type=int, default=5000, help="tokens of the longest row in the grid")
     parser.add_argument("--encode-only", action="store_true", help="leave decoding out: no grid, no times of it")
-    parser.add_argument("--sweep", action="store_true", help="also time other divisions of the work")
     args = parser.parse_args()
     torch.manual_seed(0)
     started = time.time()
     report = {
         "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none (interpreter)",
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": version("triton"),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
@@ -425,7 +363,7 @@ def main() -> None:
         report["read_bandwidth"] = read_bandwidth()
         for batch, context, num_queries, num_heads in SHAPES:
             if not args.encode_only:
-                report["times"] += time_decode(batch, context, num_queries, num_heads, args.sweep)
+                report["times"] += time_decode(batch, context, num_queries, num_heads)
             torch.cuda.empty_cache()
             report["times"] += time_encode(batch, context, num_heads)
             torch.cuda.empty_cache()

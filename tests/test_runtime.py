@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, S
 
 import kvcompile
 from kvcompile.errors import CacheError
+from kvcompile.runtime.pool import PagePool
 from tests.conftest import family_config, save_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -447,7 +448,7 @@ def test_a_step_that_fails_half_way_is_not_counted(small):
         rotate = cache.layers[1]._rotate
         cache.layers[1]._rotate = None
         with pytest.raises(TypeError):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :2], past_key_values=cache)
         cache.layers[1]._rotate = rotate
         with pytest.raises(CacheError, match="failed before every layer"):
             model(ids[:, :1], past_key_values=cache)
@@ -501,3 +502,112 @@ def test_triton_without_a_gpu_is_refused(small):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "needs a model on a CUDA device" in result.stderr
+
+
+def assert_consistent(store) -> None:
+    """Every page is free or held by as many rows as its count says."""
+    held = [page for table in store.tables for page in table]
+    assert [held.count(page) for page in range(store.pages_LPKX.shape[1])] == store.references
+    assert sorted(store.free) == [page for page, count in enumerate(store.references) if not count]
+
+
+def test_rows_with_one_prompt_share_its_pages(small):
+    """Two rows with the same long prompt take the pages of one; whatever happens to one leaves the other as it was."""
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(2, 320)
+    ids[1, :300] = ids[0, :300]
+    ids = ids[[0, 1, 0]]
+    ids[2, 200:] = random_ids(1, 120, seed=5)  # shares the first pages
+    cache = kvcompile.new_cache(model)
+    feed(model, cache, ids, [300])
+    store = cache.stores[0]
+    assert store.num_pages == [3, 3, 3]
+    shared = [tuple(table) for table in store.tables]
+    assert shared[0] == shared[1]
+    assert shared[0][:2] == shared[2][:2], "tokens 16 to 144 are the same"
+    assert shared[0][2] != shared[2][2]
+    assert store.pages_LPKX.shape[1] - len(store.free) == 4
+    assert_consistent(store)
+    before = [rows(cache, 1, row) for row in range(3)]
+    feed_more = ids[:, 300:]
+    with torch.inference_mode():
+        for t in range(20):  # the rows part: each one gets pages of its own
+            model(feed_more[:, t : t + 1], past_key_values=cache)
+        cache.stores[0].commit()
+    assert_consistent(store)
+    cache.crop(-20)
+    assert store.tables[0][:3] == list(shared[0])
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    assert_consistent(store)
+    for row, origin in enumerate([2, 1]):
+        for ours, theirs in zip(rows(cache, 1, row), before[origin], strict=True):
+            assert torch.equal(ours[:, : theirs.shape[1] - 64], theirs[:, :-64])
+    cache.batch_select_indices(torch.tensor([1]))
+    for ours, theirs in zip(rows(cache, 1, 0), before[1], strict=True):
+        assert torch.equal(ours[:, : theirs.shape[1] - 64], theirs[:, :-64])
+    cache.crop(10)
+    assert len(store.free) == store.pages_LPKX.shape[1]
+    assert_consistent(store)
+
+
+def test_sharing_goes_on_from_chunk_to_chunk_and_needs_a_common_beginning(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(1, 500).repeat(3, 1)
+    ids[2, 30] = ids[2, 30] % 3000 + 5  # a token of the first page; what follows looks alike in no page
+    cache = kvcompile.new_cache(model)
+    feed(model, cache, ids, [230, 100, 170])
+    tables = cache.stores[0].tables
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 6
+    assert not set(tables[0]) & set(tables[2])
+    assert_consistent(cache.stores[0])
+
+
+def test_pages_that_differ_in_a_later_layer_are_not_shared():
+    """Equal digests are not enough: all bytes of all layers are compared."""
+    pool = PagePool(2, 1, 64, torch.device(DEVICE))
+    pool.grow(6)
+    pool.pages_LPKX.copy_(torch.arange(3, device=DEVICE).repeat(2)[:, None, None].expand(2, 6, 1, 64))
+    tables = [pool.take(3), pool.take(3)]
+    pool.pages_LPKX[1, tables[1][1]] += 1
+    assert pool.share_prefixes(tables, [range(3), range(3)]) == [1]
+    assert tables == [[0, 1, 2], [0, 4, 5]]
+    assert pool.references == [2, 1, 1, 0, 1, 1]
+    assert pool.free == [3]
+
+
+def test_a_fixed_pool_is_allocated_once_and_says_when_it_is_full(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(2, 400)
+    cache = kvcompile.new_cache(model, max_tokens=16 + 64 + 3 * 64)
+    feed(model, cache, ids[:, :10], [10])
+    store, size = cache.stores[0], cache.nbytes()
+    assert store.pages_LPKX.shape[1] == 2 * 2
+    address = store.address
+    feed(model, cache, ids[:, 10:272], [150, *[1] * 112])
+    assert store.num_pages == [2, 2]
+    assert store.address == address
+    assert cache.nbytes() == size
+    with pytest.raises(CacheError, match=r"0 of 4 pages are free and this step needs 2; .*max_tokens"):
+        feed(model, cache, ids[:, 272:], [1])
+    assert cache.get_seq_length() == 272
+    cache.batch_select_indices(torch.tensor([1]))  # the other row's pages are free now
+    feed(model, cache, ids[:1, 272:], [100])
+    assert store.num_pages == [4]
+
+
+def test_reserved_pools_grow_beyond(small):
+    model = kvcompile.load(small, device=DEVICE)[0]
+    ids = random_ids(1, 1500)
+    cache = kvcompile.new_cache(model)
+    cache.reserve(300)
+    feed(model, cache, ids, [20])
+    store = cache.stores[0]
+    assert store.pages_LPKX.shape[1] == 3
+    feed(model, cache, ids[:, 20:], [480])
+    assert store.pages_LPKX.shape[1] == store.num_pages[0] == 6
+    cache.reserve(1500)
+    address = store.address
+    feed(model, cache, ids[:, 500:], [999, 1])
+    assert store.num_pages[0] == 22
+    assert store.address == address

@@ -1,11 +1,7 @@
 """The encoding kernels equal the codec bit for bit: on the GPU where there is one, else in Triton's interpreter."""
 # ruff: noqa: E402 - the interpreter must be chosen before the kernels are imported
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ pytest.importorskip("triton")
 from kvcompile.codec import NO_PAGE_TABLES, PageFormat, PageTables, RowFormat, RowTables, encode_pages
 from kvcompile.kernels.triton_encode import rotate_rows, rotate_write, supports, write_pages
 from kvcompile.linalg import hadamard
+from tests.compiled import compile_for_hopper
 from tests.layers import random_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, on awkward rows
@@ -258,48 +255,6 @@ def test_wrong_shapes_are_refused():
         write_pages(rows, rows, symmetric, NO_PAGE_TABLES, pages[:, :, : symmetric.page_bytes], ids)
     with pytest.raises(ValueError, match="needs its factor"):
         write_pages(rows, rows, feedback_format(16, (2, 16), (2, 16)), NO_PAGE_TABLES, pages, ids)
-
-
-COMPILE = """
-import json, subprocess, sys, tempfile
-from importlib import import_module
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module, name, types, constants, options = json.loads(sys.argv[1])
-kernel = getattr(import_module(module), name)
-signature, attributes = {}, {}
-for i, parameter in enumerate(p.name for p in kernel.params):
-    signature[parameter] = "constexpr" if parameter in constants else types.get(parameter, "i32")
-    if signature[parameter].startswith("*") or "stride" in parameter:
-        attributes[(i,)] = [["tt.divisibility", 16]]
-source = ASTSource(kernel, signature, constants, attributes)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    Path(file.name).write_bytes(compiled.asm["cubin"])
-    sass = subprocess.run([cuobjdump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-print(json.dumps({"ptx": compiled.asm["ptx"], "sass": sass, "shared": compiled.metadata.shared}))
-"""
-
-
-def compile_for_hopper(
-    kernel: str, types: dict[str, str], constants: dict[str, object], cache: Path, **options: int | bool
-) -> dict[str, str]:
-    """PTX and SASS of ``module:kernel`` for sm_90, without a GPU: finds what the interpreter does not (types, layouts).
-
-    In a process of its own, because the interpreter is chosen for a whole process.
-    """
-    module, name = kernel.split(":")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
-    request = json.dumps([module, name, types, constants, options])
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE, request], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": "Show which layers of a model or artifact have a KV cache, and what it costs in BF16 and packed.",
     "generate": "Continue a prompt with a converted model, its cache packed; text streams as it comes.",
     "eval": "Measure ARTIFACT through its packed cache: perplexity, KL and agreement, retrieval by depth and length.",
+    "bench": "Time decoding from the packed cache of ARTIFACT, or of a --shape, against a BF16 cache on this machine.",
     "compare": "Convert MODEL with several schemes, measure each, and write one report.",
     "schemes": "List, show or validate schemes.",
     "passes": "List or explain the passes that a conversion is made of.",

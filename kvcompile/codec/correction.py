@@ -96,8 +96,8 @@ class CorrectionStates:
         """
         groups = q_BHTD.shape[1] // self.p_BKF.shape[1]
         phi_BKXF = correction.query_features(q_BHTD).unflatten(1, (-1, groups)).flatten(2, 3)
-        added_BHTD = (phi_BKXF @ self.s_BKFD).view(q_BHTD.shape)
-        added_BHT = (phi_BKXF @ self.p_BKF[..., None]).view(lse_BHT.shape)
+        added_BHTD = (phi_BKXF @ self.s_BKFD).reshape(q_BHTD.shape)
+        added_BHT = (phi_BKXF @ self.p_BKF[..., None]).reshape(lse_BHT.shape)
         kept_BHT, weight_BHT = correction.weights(lse_BHT, tokens_BT[:, None])
         numerator = out_BHTD * kept_BHT[..., None] + added_BHTD * weight_BHT[..., None]
         return numerator / (kept_BHT + added_BHT * weight_BHT).clamp_min(1e-30)[..., None]

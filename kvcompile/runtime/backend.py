@@ -6,7 +6,7 @@ speed only. Rows are stored rotated and rounded to bfloat16, and quantization re
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,18 @@ from torch import Tensor
 from kvcompile.codec import LayerCache, PageFormat, PageTables, attend_layer, encode_pages
 from kvcompile.errors import CacheError
 
+if TYPE_CHECKING:
+    from kvcompile.kernels.triton_demote import LayerCoding
+    from kvcompile.runtime.plan import LayerPlan, Storage
+
 
 class Backend(Protocol):
     """Rotation, page writing, decode attention."""
 
     name: str
+
+    def captures(self, fmt: PageFormat) -> bool:
+        """Whether a step of one token per row reads nothing back from the device, so that a CUDA graph can hold it."""
 
     def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
         """Rows of H = K G heads times their KV head's rotation; float32 ``[B, H, T, D]``."""
@@ -28,6 +35,26 @@ class Backend(Protocol):
     ) -> None:
         """Encode N blocks of ``fmt.tokens`` rotated rows per KV head into the pages `ids_N` (int64) of the pool."""
 
+    def demote(
+        self,
+        layers: Sequence["Storage"],
+        recent_k_LBKWD: Tensor,
+        recent_v_LBKWD: Tensor,
+        row_N: Tensor,
+        place_N: Tensor,
+        pages_LPKX: Tensor,
+        ids_N: Tensor,
+    ) -> None:
+        """Encode ring slots ``[place P, (place + 1) P)`` of batch row `row_N` into page `ids_N` (all int64), in every layer."""
+
+    def append(
+        self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan", layer: LayerCache
+    ) -> Tensor | None:
+        """Rotate the one new token (T = 1) that every row of `layer` counts already, and store it in its window slots.
+
+        The rotated queries float32 ``[B, H, D]``, or None, and nothing done, where this backend has no kernel for it.
+        """
+
     def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``."""
 
@@ -36,6 +63,10 @@ class CodecBackend:
     """Plain torch on any device: slow, normative."""
 
     name = "codec"
+
+    def captures(self, fmt: PageFormat) -> bool:
+        """See `Backend.captures`."""
+        return False
 
     def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
         """See `Backend.rotate`."""
@@ -47,6 +78,30 @@ class CodecBackend:
     ) -> None:
         """See `Backend.write_pages`."""
         pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt, tables)
+
+    def demote(
+        self,
+        layers: Sequence["Storage"],
+        recent_k_LBKWD: Tensor,
+        recent_v_LBKWD: Tensor,
+        row_N: Tensor,
+        place_N: Tensor,
+        pages_LPKX: Tensor,
+        ids_N: Tensor,
+    ) -> None:
+        """See `Backend.demote`."""
+        for layer, storage in enumerate(layers):
+            k_NKTD, v_NKTD = (
+                x_LBKWD[layer].unflatten(2, (-1, storage.fmt.tokens))[row_N, :, place_N]
+                for x_LBKWD in (recent_k_LBKWD, recent_v_LBKWD)
+            )
+            self.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_LPKX[layer], ids_N)
+
+    def append(
+        self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan", layer: LayerCache
+    ) -> Tensor | None:
+        """See `Backend.append`."""
+        return None
 
     def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
@@ -80,6 +135,15 @@ class TritonBackend(CodecBackend):
 
     name = "triton"
 
+    def __init__(self) -> None:
+        self._codings: dict[tuple[int, ...], tuple[list[Storage], LayerCoding | None]] = {}  # keeps its keys' owners
+
+    def captures(self, fmt: PageFormat) -> bool:
+        """See `Backend.captures`."""
+        from kvcompile.kernels import triton_decode
+
+        return triton_decode.supports(fmt)
+
     def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
         """See `Backend.rotate`."""
         from kvcompile.kernels import triton_encode
@@ -97,6 +161,34 @@ class TritonBackend(CodecBackend):
         else:
             super().write_pages(k_NKTD, v_NKTD, fmt, tables, pages_PKX, ids_N)
 
+    def demote(
+        self,
+        layers: Sequence["Storage"],
+        recent_k_LBKWD: Tensor,
+        recent_v_LBKWD: Tensor,
+        row_N: Tensor,
+        place_N: Tensor,
+        pages_LPKX: Tensor,
+        ids_N: Tensor,
+    ) -> None:
+        """See `Backend.demote`."""
+        from kvcompile.kernels import triton_demote
+
+        coding = self._coding(layers, pages_LPKX.device)
+        if coding is None:
+            super().demote(layers, recent_k_LBKWD, recent_v_LBKWD, row_N, place_N, pages_LPKX, ids_N)
+        else:
+            triton_demote.demote_pages(coding, recent_k_LBKWD, recent_v_LBKWD, row_N, place_N, pages_LPKX, ids_N)
+
+    def append(
+        self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan", layer: LayerCache
+    ) -> Tensor | None:
+        """See `Backend.append`."""
+        from kvcompile.kernels import triton_append
+
+        q_BHD, k_BKD, v_BKD = (x[:, :, 0] for x in (q_BHTD, k_BKTD, v_BKTD))
+        return triton_append.append_token(q_BHD, k_BKD, v_BKD, plan.token_maps, layer)
+
     def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import triton_decode
@@ -104,6 +196,17 @@ class TritonBackend(CodecBackend):
         if not triton_decode.supports(layer.fmt):
             return super().attend(q_BHD, layer, scaling)
         return triton_decode.attend(q_BHD, layer, scaling)
+
+    def _coding(self, layers: Sequence["Storage"], device: torch.device) -> "LayerCoding | None":
+        """How these layers are written together, made once; None where they cannot be."""
+        from kvcompile.kernels import triton_demote
+
+        key = tuple(map(id, layers))
+        owners, coding = self._codings.get(key, ([], None))
+        if key != tuple(map(id, owners)):  # new, or copied along with a model
+            coding = triton_demote.LayerCoding.of([(layer.fmt, layer.tables) for layer in layers], device)
+            self._codings[key] = (list(layers), coding)
+        return coding
 
 
 def choose_backend(name: str | None, device: torch.device, formats: Sequence[PageFormat]) -> Backend:

@@ -5,7 +5,6 @@ together with the padding mask, stores them and attends. Layers that are not com
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +16,13 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcompile.errors import CacheError
 from kvcompile.runtime.backend import Backend
-from kvcompile.runtime.store import PackedStore, Storage
+from kvcompile.runtime.plan import LayerPlan
+from kvcompile.runtime.store import PackedStore
+
+__all__ = ["ATTENTION", "LayerPlan", "NewRows", "PackedCache", "PackedLayer", "dense_bytes"]
 
 ATTENTION = "kvcompile"
 """Name under which attention and mask functions are registered: ``attn_implementation=ATTENTION``."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What the runtime does to one compiled layer, float32 on the device: rotations ``[K, D, D]``, means ``[K, D]``.
-
-    None is the identity, or zero. Queries take `query_rotation`, the transposed inverse of the keys' (the same matrix where
-    that is orthogonal), attention outputs `output_rotation`, the inverse of the values'. The values' two are set only where
-    they are applied online: folded ones need nothing at run time. Means are of rotated rows; a key's may be left out of
-    every logit, a value's is added to the output again.
-    """
-
-    storage: Storage
-    key_rotation: Tensor | None = None
-    query_rotation: Tensor | None = None
-    value_rotation: Tensor | None = None
-    output_rotation: Tensor | None = None
-    key_mean: Tensor | None = None
-    value_mean: Tensor | None = None
 
 
 class NewRows:
@@ -85,25 +68,40 @@ class PackedLayer(CacheLayerMixin):
         if self.steps == store.steps:
             store.begin(self._real_tokens(mask_BN, length), batch, length)
         self.steps += 1
-        k_BKTD = _center(self._rotate(rows.k_BKTD, plan.key_rotation), plan.key_mean).bfloat16()
-        v_BKTD = _center(self._rotate(rows.v_BKTD, plan.value_rotation), plan.value_mean).bfloat16()
         if length == 1:
-            store.append(self.position, k_BKTD, v_BKTD)
-            q_rotated = self._rotate(q_BHTD, plan.query_rotation)
-            stored = store.layer(self.position)
-            out_BHD, lse_BH = self.backend.attend(q_rotated[:, :, 0], stored, scaling)
-            tokens_BT = stored.num_tokens_B[:, None]
-            out_BHTD = self._correct(out_BHD[:, :, None], lse_BH[:, :, None], tokens_BT, q_rotated)
-            out_BHTD = self._restore(out_BHTD, q_BHTD.dtype)
+            out_BHTD = self._restore(self._decode(q_BHTD, rows, scaling), q_BHTD.dtype)
         elif not any(store.num_tokens):
             out_BHTD = self._attend_exactly(q_BHTD, rows, scaling, module)
-            store.append(self.position, k_BKTD, v_BKTD)
+            store.append(self.position, *self._stored_rows(rows))
         else:
+            k_BKTD, v_BKTD = self._stored_rows(rows)
             q_rotated = self._rotate(q_BHTD, plan.query_rotation)
             out_BHTD = self._restore(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling), q_BHTD.dtype)
             store.append(self.position, k_BKTD, v_BKTD)
         self.columns += length
         return out_BHTD.transpose(1, 2).contiguous()
+
+    def _decode(self, q_BHTD: Tensor, rows: NewRows, scaling: float) -> Tensor:
+        """Store one token per row, then attend to all that is stored; nothing is read back where the backend has kernels."""
+        store = self.store
+        stored = store.layer(self.position)
+        q_BHD = None
+        if store.every_row_grows:  # the kernel writes a token to every row
+            q_BHD = self.backend.append(q_BHTD, rows.k_BKTD, rows.v_BKTD, self.plan, stored)
+        if q_BHD is None:
+            store.append(self.position, *self._stored_rows(rows))
+            q_BHD = self._rotate(q_BHTD, self.plan.query_rotation)[:, :, 0]
+        else:
+            store.appended()
+        out_BHD, lse_BH = self.backend.attend(q_BHD, stored, scaling)
+        tokens_BT = stored.num_tokens_B[:, None]
+        return self._correct(out_BHD[:, :, None], lse_BH[:, :, None], tokens_BT, q_BHD[:, :, None])
+
+    def _stored_rows(self, rows: NewRows) -> tuple[Tensor, Tensor]:
+        """The step's keys and values as they are stored: rotated, centred, bfloat16."""
+        k_BKTD = _center(self._rotate(rows.k_BKTD, self.plan.key_rotation), self.plan.key_mean)
+        v_BKTD = _center(self._rotate(rows.v_BKTD, self.plan.value_rotation), self.plan.value_mean)
+        return k_BKTD.bfloat16(), v_BKTD.bfloat16()
 
     def _real_tokens(self, mask_BN: Tensor | None, length: int) -> Tensor | None:
         """The columns of the mask that belong to this step; its past must be what was stored."""
@@ -162,10 +160,10 @@ class PackedLayer(CacheLayerMixin):
                 )[0]
             else:
                 logits_KXT = (q_KXD @ k_KTD.mT * scaling).masked_fill_(~visible_XT, -torch.inf)
-                lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).view(-1, new)
+                lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).reshape(-1, new)
                 tokens_BT[row, columns] = visible_nT.sum(dim=1).float()
                 out_KXD = logits_KXT.softmax(dim=-1) @ v_KTD
-            out_BHTD[row, :, columns] = out_KXD.view(-1, new, q_BHTD.shape[-1])
+            out_BHTD[row, :, columns] = out_KXD.reshape(-1, new, q_BHTD.shape[-1])
         return self._correct(out_BHTD, lse_BHT, tokens_BT, q_BHTD)
 
     def _correct(self, out_BHTD: Tensor, lse_BHT: Tensor, tokens_BT: Tensor, q_BHTD: Tensor) -> Tensor:
@@ -185,7 +183,7 @@ class PackedLayer(CacheLayerMixin):
         """
         mean_KD, r_KDD = self.plan.value_mean, self.plan.output_rotation
         if mean_KD is not None:
-            out_BHTD = out_BHTD + mean_KD.repeat_interleave(out_BHTD.shape[1] // mean_KD.shape[0], 0)[:, None]
+            out_BHTD = (out_BHTD.unflatten(1, (mean_KD.shape[0], -1)) + mean_KD[:, None, None]).flatten(1, 2)
         if r_KDD is not None:
             out_BHTD = self.backend.rotate(out_BHTD.to(dtype), r_KDD)
         return out_BHTD.to(dtype)
@@ -231,6 +229,40 @@ class PackedCache(Cache):
         self.stores: list[PackedStore] = list({id(layer.store): layer.store for layer in packed}.values())
         self._packed = packed
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens in every row, so that pools and tables keep their addresses until then."""
+        for store in self.stores:
+            store.reserve(tokens)
+
+    # -- steps that run outside of the layers (`kvcompile.runtime.graph`) ------------------------------------------------
+
+    @property
+    def captures(self) -> bool:
+        """Whether a step of one token per row can be held by a CUDA graph: every layer packed and read by kernels alone."""
+        plans = [layer.plan.storage for layer in self._packed]
+        kernels = all(
+            layer.backend.captures(storage.fmt) and storage.correction is None
+            for layer, storage in zip(self._packed, plans, strict=True)
+        )
+        return kernels and not self._others()
+
+    @property
+    def address(self) -> tuple[int, ...]:
+        """What such a graph depends on: addresses of pages, windows, tables and lengths."""
+        return tuple(part for store in self.stores for part in store.address)
+
+    def begin_token(self, batch: int) -> None:
+        """Start a step of one real token per row: pages are taken and written, lengths and tables are on their way."""
+        for store in self.stores:
+            store.begin(None, batch, 1)
+
+    def count_token(self, count: int = 1) -> None:
+        """Count a step of one token per row in every layer, as its `attend` does; with -1 take that back."""
+        for layer in self._packed:
+            layer.columns += count
+            layer.steps += count
+            layer.store.appended(count)
+
     def nbytes(self) -> int:
         """Bytes that the cached keys and values take, windows and unpacked layers included."""
         return sum(store.nbytes() for store in self.stores) + dense_bytes(self._others())
@@ -255,7 +287,7 @@ class PackedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` columns; a positive number is the length to keep."""
-        length = self.get_seq_length()
+        length, tokens_to_remove = self.get_seq_length(), int(tokens_to_remove)  # transformers may hand over a tensor
         removed = min(-tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0), length)
         for layer in self._others():  # first, because a sliding layer may refuse
             layer.crop(-removed)

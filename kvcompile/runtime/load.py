@@ -1,6 +1,7 @@
 """Loading a converted directory: a transformers model that generates from a packed cache by itself."""
 
 import types
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,13 @@ from kvcompile.codec.correction import Correction
 from kvcompile.errors import CacheError
 from kvcompile.models import load_model, load_tokenizer
 from kvcompile.runtime.backend import Backend, choose_backend
-from kvcompile.runtime.cache import ATTENTION, LayerPlan, PackedCache, PackedLayer
-from kvcompile.runtime.store import Geometry, PackedStore, Storage
+from kvcompile.runtime.cache import ATTENTION, PackedCache, PackedLayer
+from kvcompile.runtime.graph import can_capture, replayed_steps
+from kvcompile.runtime.plan import Capacity, Geometry, LayerPlan, Storage
+from kvcompile.runtime.store import PackedStore
+
+_RESERVED = 4096
+"""Most new tokens per row that generation makes room for in advance; beyond them the page pool grows."""
 
 
 @dataclass(frozen=True)
@@ -105,23 +111,54 @@ def _inverse(r_KDD: Tensor | None, inverse_KDD: Tensor | None) -> Tensor | None:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of the model's class, with a packed cache unless the call brings a cache or wants none."""
+    """`generate` of the model's class, with a packed cache unless the call brings a cache or wants none.
+
+    On CUDA its steps of one token are replays of a CUDA graph, where they can be.
+    """
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or self.generation_config
-    settings = {name: kwargs.get(name, getattr(config, name, None)) for name in ("use_cache", "cache_implementation")}
+    names = ("use_cache", "cache_implementation", "num_beams", "max_new_tokens", "max_length", "custom_generate")
+    settings = {name: kwargs.get(name, getattr(config, name, None)) for name in names}
     wants_ours = settings["use_cache"] is not False and settings["cache_implementation"] is None
     if wants_ours and kwargs.get("past_key_values") is None:
         kwargs["past_key_values"] = new_cache(self)
-    return type(self).generate(self, *args, **kwargs)
+    cache, prompt = kwargs.get("past_key_values"), _prompt_columns(args, kwargs)
+    selects_rows = settings["num_beams"] not in (None, 1) or settings["custom_generate"] is not None
+    steps: AbstractContextManager[object] = nullcontext()
+    if prompt is not None and not selects_rows and can_capture(cache, self):
+        new_tokens = settings["max_new_tokens"] or (settings["max_length"] or prompt) - prompt
+        cache.reserve(prompt + max(0, min(new_tokens, _RESERVED)))
+        steps = replayed_steps(self, cache, prompt)
+    with steps:
+        return type(self).generate(self, *args, **kwargs)
 
 
-def new_cache(model: PreTrainedModel, *, sink: int | None = None, recent: int | None = None) -> PackedCache:
+def _prompt_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Columns of the prompt, those of a cache that is handed over included; None where it does not consist of token ids."""
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
+        return None
+    mask = kwargs.get("attention_mask")
+    return max(ids.shape[1], mask.shape[-1] if isinstance(mask, Tensor) else 0)
+
+
+def new_cache(
+    model: PreTrainedModel,
+    *,
+    sink: int | None = None,
+    recent: int | None = None,
+    max_tokens: int | None = None,
+) -> PackedCache:
     """An empty packed cache for a model from `load`; `sink` and `recent` override the windows of its scheme.
+
+    With `max_tokens` the first step allocates pages for so many tokens in each of its rows, and never more: a step that
+    needs a page when all are taken raises CacheError. Rows share the pool, so one may be longer if others are shorter.
 
     Raises CacheError for a model that was not loaded by kvcompile.
     """
     compiled = getattr(model, "kvcompile", None)
     if not isinstance(compiled, CompiledCache):
         raise CacheError("this model has no compiled KV cache; load a converted directory with kvcompile.load")
+    capacity = Capacity() if max_tokens is None else Capacity(max_tokens, fixed=True)
     groups: dict[Geometry, list[int]] = {}
     for record in compiled.manifest.compiled:
         fmt, window = compiled.plans[record.index].storage.fmt, compiled.manifest.scheme.layer(record.index).window
@@ -137,7 +174,7 @@ def new_cache(model: PreTrainedModel, *, sink: int | None = None, recent: int | 
     layers: list[Any] = list(DynamicCache(config=model.config).layers)
     for geometry, indices in groups.items():
         storages = [compiled.plans[i].storage for i in indices]
-        store = PackedStore(geometry, storages, compiled.backend, compiled.device)
+        store = PackedStore(geometry, storages, compiled.backend, compiled.device, capacity)
         for position, index in enumerate(indices):
             layers[index] = PackedLayer(compiled.plans[index], store, position, compiled.backend)
     return PackedCache(layers)

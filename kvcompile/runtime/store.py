@@ -9,59 +9,35 @@ the ring, and that depends on n alone, so prefill and step-by-step decoding stor
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcompile.codec import NO_PAGE_TABLES, LayerCache, PageFormat, PageTables, decode_pages
-from kvcompile.codec.correction import Correction, CorrectionStates
+from kvcompile.codec import LayerCache, decode_pages
+from kvcompile.codec.correction import CorrectionStates
 from kvcompile.errors import CacheError
 from kvcompile.runtime.backend import Backend
+from kvcompile.runtime.device_state import DeviceState, to_device
+from kvcompile.runtime.plan import Capacity, Geometry, Storage
+from kvcompile.runtime.pool import PagePool
+from kvcompile.runtime.runs import extend_runs, shorten_runs
 
-_SPARE = 8
-"""When the pool is full it grows by an eighth."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What the layers of a store share."""
-
-    num_key_value_heads: int
-    head_dim: int
-    sink: int
-    recent: int
-    page_bytes: int
-    block: int = 64
-
-    def __post_init__(self) -> None:
-        if self.sink < 0 or self.recent < 0:
-            raise CacheError(f"windows cannot be negative: sink {self.sink}, recent {self.recent}")
-
-    @property
-    def ring(self) -> int:
-        """Ring slots: the recent window and one page, rounded up to whole pages so that a page never wraps."""
-        return -(-(self.recent + self.block) // self.block) * self.block
-
-    def full_pages(self, num_tokens: int) -> int:
-        """Pages that a row of `num_tokens` tokens has."""
-        return max(0, -(-(num_tokens - self.sink - self.recent) // self.block) - 1)
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How one layer is stored: its page format, the tables its rows are coded with, and its correction, if it has one."""
-
-    fmt: PageFormat
-    tables: PageTables = NO_PAGE_TABLES
-    correction: Correction | None = None
+__all__ = ["Capacity", "Geometry", "PackedStore", "Storage"]
 
 
 class PackedStore:
     """Pages and windows of L layers for a batch whose rows may have different lengths."""
 
-    def __init__(self, geometry: Geometry, layers: Sequence[Storage], backend: Backend, device: torch.device):
+    def __init__(
+        self,
+        geometry: Geometry,
+        layers: Sequence[Storage],
+        backend: Backend,
+        device: torch.device,
+        capacity: Capacity = Capacity(),  # noqa: B008 - frozen
+    ):
         self.geometry, self.layers, self.backend, self.device = geometry, list(layers), backend, device
+        self.capacity = capacity
         self.reset()
 
     def reset(self) -> None:
@@ -70,11 +46,7 @@ class PackedStore:
         self.num_tokens: list[int] = []
         self.num_pages: list[int] = []
         self.tables: list[list[int]] = []
-        self.references: list[int] = []
-        self.free: list[int] = []
-        self.pages_LPKX = torch.empty(
-            len(self.layers), 0, g.num_key_value_heads, g.page_bytes, dtype=torch.uint8, device=self.device
-        )
+        self.pool = PagePool(len(self.layers), g.num_key_value_heads, g.page_bytes, self.device)
         self.windows: dict[str, Tensor] = {}
         self.states: dict[int, CorrectionStates] = {}
         self.runs: list[list[int]] = []
@@ -82,7 +54,29 @@ class PackedStore:
         self.kept: list[Tensor | None] = []
         self.steps = self.pending = 0
         self.one_by_one = False
-        self._device_state: tuple[Tensor, Tensor, Tensor] | None = None
+        self._planned: list[tuple[str, Tensor, Tensor]] | None = None
+        self._state = DeviceState(0, 0, self.device)
+
+    @property
+    def pages_LPKX(self) -> Tensor:  # noqa: N802 - a tensor's name
+        """The pool's tensor."""
+        return self.pool.pages_LPKX
+
+    @property
+    def free(self) -> list[int]:
+        """Pages that no row holds."""
+        return self.pool.free
+
+    @property
+    def references(self) -> list[int]:
+        """How many rows hold each page."""
+        return self.pool.references
+
+    @property
+    def address(self) -> tuple[int, ...]:
+        """What a CUDA graph of a one-token step depends on: it changes when the pool, a table or the windows are replaced."""
+        windows = (window.data_ptr() for window in self.windows.values())
+        return len(self.num_tokens), self.pages_LPKX.data_ptr(), *windows, *self._state.address
 
     # -- one step of the model: begin once, then append for every layer -------------------------------------------
 
@@ -100,37 +94,50 @@ class PackedStore:
                 f"the cache holds {len(self.num_tokens)} rows, but this step has {batch}; start a new cache"
             )
         columns = [[True] * length] * batch if real_BT is None else real_BT.tolist()
+        grown = [sum(row) for row in columns]
+        wanted = [self._pages_after(row, grown[row]) - have for row, have in enumerate(self.num_pages)]
+        self.pool.make_room(sum(wanted), fixed=self.capacity.fixed)
         for runs, row in zip(self.runs, columns, strict=True):
-            _extend_runs(runs, row)
-        self.grown = [sum(row) for row in columns]
+            extend_runs(runs, row)
+        self.grown = grown
         self.kept = [None if all(row) else self._index([t for t, real in enumerate(row) if real]) for row in columns]
-        wanted = [self._pages_after(row) - have for row, have in enumerate(self.num_pages)]
-        if sum(wanted) > len(self.free):
-            self._grow(max(sum(wanted) - len(self.free), self.pages_LPKX.shape[1] // _SPARE))
         for row, count in enumerate(wanted):
-            self.tables[row] += [self._take_page() for _ in range(count)]
+            if count:
+                pages = self.pool.take(count)
+                self._state.write_pages(row, len(self.tables[row]), pages)
+                self.tables[row] += pages
         self.one_by_one = length == 1
         self.steps += 1
         self.pending = len(self.layers)
-        for row, grown in enumerate(self.grown):
-            if self.num_pages[row] < self.geometry.full_pages(self.num_tokens[row] + min(grown, 1)):
-                self._demote(row)
+        full = [self.geometry.full_pages(n + min(new, 1)) for n, new in zip(self.num_tokens, grown, strict=True)]
+        self._demote([row for row, pages in enumerate(full) if self.num_pages[row] < pages])
         if self.one_by_one:
-            self._plan_slots()
+            self._send_state()
+
+    @property
+    def every_row_grows(self) -> bool:
+        """Whether the current step brings one token to every row."""
+        return self.one_by_one and all(self.grown)
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Store the rotated bfloat16 rows of this step in one layer; columns that are padding are passed over."""
-        self.pending -= 1
         if self.one_by_one:
-            for kind, rows, slots in self._slots:
+            for kind, rows, slots in self._slots():
                 self.windows[f"{kind}_k"][layer][rows, :, slots] = k_BKTD[rows, :, 0]
                 self.windows[f"{kind}_v"][layer][rows, :, slots] = v_BKTD[rows, :, 0]
-            return
-        for row, kept in enumerate(self.kept):
-            k_KTD, v_KTD = k_BKTD[row], v_BKTD[row]
-            if kept is not None:
-                k_KTD, v_KTD = k_KTD[:, kept], v_KTD[:, kept]
-            self._append_run(layer, row, k_KTD, v_KTD)
+        else:
+            for row, kept in enumerate(self.kept):
+                k_KTD, v_KTD = k_BKTD[row], v_BKTD[row]
+                if kept is not None:
+                    k_KTD, v_KTD = k_KTD[:, kept], v_KTD[:, kept]
+                self._append_run(layer, row, k_KTD, v_KTD)
+        self.appended()
+
+    def appended(self, count: int = 1) -> None:
+        """So many more layers have stored this step's rows."""
+        self.pending -= count
+        if not self.pending and not self.one_by_one and len(self.grown) > 1:
+            self._share_prefixes()
 
     def commit(self) -> None:
         """Count the tokens of the last step, which every layer must have appended by now.
@@ -142,42 +149,58 @@ class PackedStore:
                 "the last step failed before every layer had stored it; reset() the cache or start a new one"
             )
         for row, grown in enumerate(self.grown):
-            self.num_pages[row] = self._pages_after(row)
+            self.num_pages[row] = self._pages_after(row, grown)
             self.num_tokens[row] += grown
         self.grown = [0] * len(self.num_tokens)
-        self._device_state = None
+        self._planned = None
 
-    def _pages_after(self, row: int) -> int:
-        """Pages of a row once the current step is counted; a cropped row may have more than its length asks for."""
-        return max(self.num_pages[row], self.geometry.full_pages(self.num_tokens[row] + self.grown[row]))
+    def _pages_after(self, row: int, grown: int) -> int:
+        """Pages of a row once it has grown; a cropped row may have more than its length asks for."""
+        return max(self.num_pages[row], self.geometry.full_pages(self.num_tokens[row] + grown))
 
-    def _demote(self, row: int) -> None:
-        """Encode a row's oldest block of ring tokens into its next page, in every layer."""
-        slot = self.num_pages[row] * self.geometry.block % self.geometry.ring
-        page, block = self._index([self.tables[row][self.num_pages[row]]]), slice(slot, slot + self.geometry.block)
-        for layer in range(len(self.layers)):
-            k_NKTD = self.windows["recent_k"][layer, row : row + 1, :, block]
-            v_NKTD = self.windows["recent_v"][layer, row : row + 1, :, block]
-            self._write_pages(layer, row, k_NKTD, v_NKTD, page)
-        self.num_pages[row] += 1
+    def _demote(self, rows: list[int]) -> None:
+        """Encode the oldest block of ring tokens of some rows into their next pages, in every layer."""
+        if not rows:
+            return
+        block, ring = self.geometry.block, self.geometry.ring
+        places = [self.num_pages[row] * block % ring // block for row in rows]
+        pages = [self.tables[row][self.num_pages[row]] for row in rows]
+        row_N, place_N, ids_N = self._index([*rows, *places, *pages]).split(len(rows))
+        k_LBKWD, v_LBKWD = self.windows["recent_k"], self.windows["recent_v"]
+        self.backend.demote(self.layers, k_LBKWD, v_LBKWD, row_N, place_N, self.pages_LPKX, ids_N)
+        for layer in self.states:
+            for row, place, page_1 in zip(rows, places, ids_N.split(1), strict=True):
+                k_NKTD = k_LBKWD[layer, row : row + 1, :, place * block : (place + 1) * block]
+                self._correct(layer, row, k_NKTD, page_1)
+        for row in rows:
+            self.num_pages[row] += 1
 
-    def _write_pages(self, layer: int, row: int, k_NKTD: Tensor, v_NKTD: Tensor, ids_N: Tensor) -> None:
-        """Encode blocks of one row of one layer, and let its correction see what the pages made of them."""
-        storage, pages_PKX = self.layers[layer], self.pages_LPKX[layer]
-        self.backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_PKX, ids_N)
-        if storage.correction is not None:
-            decoded_k, decoded_v = decode_pages(pages_PKX[ids_N], storage.fmt, storage.tables)
-            self.states[layer].add(row, storage.correction, k_NKTD, decoded_k, decoded_v)
+    def _correct(self, layer: int, row: int, k_NKTD: Tensor, ids_N: Tensor) -> None:
+        """Let a layer's correction see what new pages made of their keys and values."""
+        storage = self.layers[layer]
+        assert storage.correction is not None
+        decoded_k, decoded_v = decode_pages(self.pages_LPKX[layer][ids_N], storage.fmt, storage.tables)
+        self.states[layer].add(row, storage.correction, k_NKTD, decoded_k, decoded_v)
 
-    def _plan_slots(self) -> None:
+    def _slots(self) -> list[tuple[str, Tensor, Tensor]]:
         """Where each row's single token goes: window, rows and slots, the same in every layer."""
-        sink, ring = self.geometry.sink, self.geometry.ring
-        rows = [row for row, grown in enumerate(self.grown) if grown]
-        young = [row for row in rows if self.num_tokens[row] < sink]
-        old = [row for row in rows if self.num_tokens[row] >= sink]
-        plans = [("sink", young, [self.num_tokens[row] for row in young])]
-        plans += [("recent", old, [(self.num_tokens[row] - sink) % ring for row in old])]
-        self._slots = [(kind, self._index(rows), self._index(slots)) for kind, rows, slots in plans if rows]
+        if self._planned is None:
+            sink, ring = self.geometry.sink, self.geometry.ring
+            rows = [row for row, grown in enumerate(self.grown) if grown]
+            young = [row for row in rows if self.num_tokens[row] < sink]
+            old = [row for row in rows if self.num_tokens[row] >= sink]
+            plans = [("sink", young, [self.num_tokens[row] for row in young])]
+            plans += [("recent", old, [(self.num_tokens[row] - sink) % ring for row in old])]
+            self._planned = [(kind, self._index(rows), self._index(slots)) for kind, rows, slots in plans if rows]
+        return self._planned
+
+    def _share_prefixes(self) -> None:
+        """After a step of several tokens: rows whose new pages continue equal prefixes equally keep one copy of them."""
+        starts, tables = self.num_pages, self.tables
+        fresh = [range(start, self._pages_after(row, self.grown[row])) for row, start in enumerate(starts)]
+        if sum(map(bool, fresh)) > 1:
+            for row in self.pool.share_prefixes(tables, fresh):
+                self._state.write_pages(row, starts[row], tables[row][starts[row] :])
 
     def _append_run(self, layer: int, row: int, k_KTD: Tensor, v_KTD: Tensor) -> None:
         """A run of tokens of one row: sink, whole pages (with what waits in the ring), and the rest into the ring."""
@@ -190,13 +213,16 @@ class PackedStore:
         ring_k, ring_v = self.windows["recent_k"][layer, row], self.windows["recent_v"][layer, row]
         k_KTD = torch.cat([ring_k[:, waiting], k_KTD[:, to_sink:]], dim=1)
         v_KTD = torch.cat([ring_v[:, waiting], v_KTD[:, to_sink:]], dim=1)
-        new_pages = self._pages_after(row) - pages
+        new_pages = self._pages_after(row, self.grown[row]) - pages
         paged = new_pages * g.block
         if new_pages:
             ids = self._index(self.tables[row][pages : pages + new_pages])
             k_NKTD = k_KTD[:, :paged].unflatten(1, (new_pages, g.block)).transpose(0, 1)
             v_NKTD = v_KTD[:, :paged].unflatten(1, (new_pages, g.block)).transpose(0, 1)
-            self._write_pages(layer, row, k_NKTD, v_NKTD, ids)
+            storage = self.layers[layer]
+            self.backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, self.pages_LPKX[layer], ids)
+            if storage.correction is not None:
+                self._correct(layer, row, k_NKTD, ids)
         slots = (torch.arange(k_KTD.shape[1] - paged, device=self.device) + (pages + new_pages) * g.block) % g.ring
         ring_k[:, slots] = k_KTD[:, paged:]
         ring_v[:, slots] = v_KTD[:, paged:]
@@ -213,22 +239,17 @@ class PackedStore:
         In a step of one token a row it counts that token, which has been appended. In a longer step it is the state
         before the step: a chunk attends to history and to itself before it is stored.
         """
-        if self._device_state is None:
-            width = max((len(t) for t in self.tables), default=0)
-            lengths = [n + grown * self.one_by_one for n, grown in zip(self.num_tokens, self.grown, strict=True)]
-            table = [t + [0] * (width - len(t)) for t in self.tables]
-            self._device_state = (
-                torch.tensor(table, dtype=torch.int32, device=self.device).reshape(len(table), width),
-                torch.tensor(self.num_pages, dtype=torch.int32, device=self.device),
-                torch.tensor(lengths, dtype=torch.int32, device=self.device),
-            )
-        table_BN, num_pages_B, num_tokens_B = self._device_state
-        w = self.windows
+        self._send_state()
+        w, state = self.windows, self._state
         return LayerCache(
-            self.layers[layer].fmt, self.pages_LPKX[layer], table_BN, num_pages_B, num_tokens_B,
+            self.layers[layer].fmt, self.pages_LPKX[layer], state.table_BN, state.num_pages_B, state.num_tokens_B,
             w["sink_k"][layer], w["sink_v"][layer], w["recent_k"][layer], w["recent_v"][layer],
             self.layers[layer].tables,
         )  # fmt: skip
+
+    def _send_state(self) -> None:
+        counted = self.stored_tokens() if self.one_by_one else self.num_tokens
+        self._state.send(self.num_pages, counted)
 
     def nbytes(self) -> int:
         """Bytes of all tensors that hold keys and values: pages, windows, and the states of corrections."""
@@ -243,10 +264,9 @@ class PackedStore:
         if not self.windows:
             return
         for row in rows:
-            for page in self.tables[row]:
-                self.references[page] += 1
+            self.pool.share(self.tables[row])
         for table in self.tables:
-            self._release(table)
+            self.pool.release(table)
         index = self._index(rows)
         self.tables = [list(self.tables[row]) for row in rows]
         self.num_pages = [self.num_pages[row] for row in rows]
@@ -256,6 +276,9 @@ class PackedStore:
             self.windows = {name: window.index_select(1, index) for name, window in self.windows.items()}
             self.states = {layer: states.select(index) for layer, states in self.states.items()}
         self.grown = [0] * len(rows)
+        self._state = DeviceState(len(rows), self._columns(), self.device)
+        for row, table in enumerate(self.tables):
+            self._state.write_pages(row, 0, table)
 
     def crop(self, columns: int) -> None:
         """Drop the last `columns` columns of the batch; a row loses those of them that were real tokens.
@@ -273,12 +296,12 @@ class PackedStore:
                 "crop by fewer tokens than the recent window holds, or start a new cache"
             )
         for row, runs in enumerate(self.runs):
-            remaining = self.num_tokens[row] - _shorten_runs(runs, columns)
+            remaining = self.num_tokens[row] - shorten_runs(runs, columns)
             history = max(remaining - self.geometry.sink, 0)
             kept_pages = min(self.num_pages[row], history // self.geometry.block)
             if kept_pages < self.num_pages[row]:
                 self._unpack_into_ring(row, kept_pages, history - kept_pages * self.geometry.block)
-            self._release(self.tables[row][kept_pages:])
+            self.pool.release(self.tables[row][kept_pages:])
             del self.tables[row][kept_pages:]
             self.num_pages[row], self.num_tokens[row] = kept_pages, remaining
 
@@ -289,6 +312,18 @@ class PackedStore:
             k_KTD, v_KTD = decode_pages(self.pages_LPKX[layer, self.tables[row][page]], storage.fmt, storage.tables)
             self.windows["recent_k"][layer, row, :, slot : slot + count] = k_KTD[:, :count].bfloat16()
             self.windows["recent_v"][layer, row, :, slot : slot + count] = v_KTD[:, :count].bfloat16()
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens in every row, at once or when the first step fixes the batch; a fixed pool stays."""
+        if self.capacity.fixed:
+            return
+        self.capacity = Capacity(max(tokens, self.capacity.tokens))
+        if self.windows:
+            pages = self.geometry.full_pages(tokens)
+            self.pool.make_room(sum(max(pages - len(table), 0) for table in self.tables))
+            self._state.widen(pages)
 
     # -- slots and pages -------------------------------------------------------------------------------------------
 
@@ -306,6 +341,14 @@ class PackedStore:
         self.num_tokens, self.num_pages, self.grown = [0] * batch, [0] * batch, [0] * batch
         self.runs = [[0] for _ in range(batch)]
         self.tables = [[] for _ in range(batch)]
+        pages = g.full_pages(self.capacity.tokens)
+        if pages:
+            self.pool.grow(batch * pages)
+        self._state = DeviceState(batch, self._columns(), self.device)
+
+    def _columns(self) -> int:
+        """Columns that page tables start with."""
+        return max(self.geometry.full_pages(self.capacity.tokens), *map(len, self.tables), 0)
 
     def _ring_slots(self, row: int) -> Tensor:
         """Ring slots of a row's tokens that are in no page yet, in order."""
@@ -313,49 +356,4 @@ class PackedStore:
         return torch.arange(first, max(first, last), device=self.device) % self.geometry.ring
 
     def _index(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
-
-    def _take_page(self) -> int:
-        page = self.free.pop()
-        self.references[page] = 1
-        return page
-
-    def _grow(self, pages: int) -> None:
-        have = self.pages_LPKX.shape[1]
-        shape = (self.pages_LPKX.shape[0], have + pages, *self.pages_LPKX.shape[2:])
-        with torch.inference_mode(False):
-            larger = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        larger[:, :have] = self.pages_LPKX
-        self.pages_LPKX = larger
-        self.free += reversed(range(have, have + pages))
-        self.references += [0] * pages
-
-    def _release(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self.references[page] -= 1
-            if self.references[page] == 0:
-                self.free.append(page)
-
-
-def _extend_runs(runs: list[int], row: list[bool]) -> None:
-    """Append columns to a run-length code that alternates padding, real, padding, ... and starts with padding."""
-    for real in row:
-        if real == (len(runs) % 2 == 0):
-            runs[-1] += 1
-        else:
-            runs.append(1)
-
-
-def _shorten_runs(runs: list[int], columns: int) -> int:
-    """Take the last `columns` columns off a run-length code; how many of them were real."""
-    real = 0
-    while columns and runs:
-        cut = min(columns, runs[-1])
-        real += cut if len(runs) % 2 == 0 else 0
-        runs[-1] -= cut
-        columns -= cut
-        if runs[-1] == 0 and len(runs) > 1:
-            runs.pop()
-        elif runs[-1] == 0:
-            break
-    return real
+        return to_device(values, self.device)

@@ -1,0 +1,174 @@
+"""Find decode configurations for a GPU; prints every measurement, and writes them to a JSON-lines file as they come.
+
+    python -m benchmarks.tune --out FILE [--shapes A,B,C,D,E]
+
+For every shape and format: how many registers, how many programs, and how many of them for the windows. Times are of `attend`
+alone: graph replay over caches that L2 does not hold. `kvcompile/kernels/configs.json` is made from these by hand.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.gpu_check import decode_errors, microseconds
+from kvcompile.codec import LayerCache, PageFormat, RowFormat
+from kvcompile.kernels.triton_decode import DecodeConfig, attend
+
+SINK, RECENT, RING = 64, 256, 320
+SHAPES = {  # batch, context, query heads, KV heads, head_dim
+    "A": (1, 131072, 32, 8, 128),
+    "B": (32, 16384, 32, 8, 128),
+    "C": (32, 8192, 32, 8, 128),
+    "D": (1, 32768, 32, 8, 128),
+    "E": (8, 32768, 64, 8, 128),
+    "F": (32, 16384, 32, 8, 64),
+    "G": (32, 16384, 128, 8, 128),
+    "H": (18, 100352, 32, 8, 128),
+}
+L2_BYTES = 60 << 20
+REGISTERS = (128, 168, 208)
+PROGRAMS = (6, 7.7, 9.6, 11.6, 13.5, 15.5, 23, 31)  # per SM
+
+
+def formats(head_dim: int) -> dict[str, PageFormat]:
+    """The formats of the built-in schemes that have a decode kernel."""
+    two = RowFormat(head_dim, 2, head_dim)
+    return {
+        "int2": PageFormat(two, two),
+        "int2-g32": PageFormat(RowFormat(head_dim, 2, 32), RowFormat(head_dim, 2, 32)),
+        "int4": PageFormat(RowFormat(head_dim, 4, head_dim), RowFormat(head_dim, 4, head_dim)),
+        "kivi": PageFormat(RowFormat(head_dim, 2, 32, axis="channel"), RowFormat(head_dim, 2, 32), 128),
+        "omni": PageFormat(
+            RowFormat(head_dim, 2, 32, axis="channel", token_scale="l2"), RowFormat(head_dim, 2, 32), 128
+        ),
+        "kvlinc": PageFormat(RowFormat(head_dim, 2, 128, axis="channel"), two, 128),
+    }
+
+
+def random_cache(fmt: PageFormat, batch: int, context: int, num_heads: int, copies: int) -> list[LayerCache]:
+    """Caches of `context` tokens a row with random codes and sane metadata, pages scattered over one pool each."""
+    ring = -(-(RECENT + fmt.tokens) // fmt.tokens) * fmt.tokens
+    pages = max(0, -(-(context - SINK - RECENT) // fmt.tokens) - 1)
+    caches = []
+    for _ in range(copies):
+        pool = torch.randint(0, 256, (batch * pages + 1, num_heads, fmt.page_bytes), dtype=torch.uint8, device="cuda")
+        for name in ("key_meta", "value_meta"):
+            offset, size = fmt.sections[name]
+            scale = torch.rand(*pool.shape[:2], size // 4, device="cuda") * 0.5 + 0.5
+            meta = torch.stack([scale.bfloat16(), (scale + 0.7).bfloat16()], dim=-1)
+            pool[..., offset : offset + size] = meta.view(torch.uint8).flatten(-2)
+        offset, size = fmt.sections["key_norm"]
+        if size:
+            norm = torch.rand(*pool.shape[:2], size // 2, device="cuda").bfloat16() + 0.5
+            pool[..., offset : offset + size] = norm.view(torch.uint8)
+        table = torch.randperm(batch * pages + 1, device="cuda")[: batch * pages].int().view(batch, pages)
+        windows = [
+            torch.randn(batch, num_heads, n, fmt.head_dim, device="cuda", dtype=torch.bfloat16)
+            for n in (SINK, SINK, ring, ring)
+        ]
+        lengths = torch.full((batch,), pages, device="cuda").int(), torch.full((batch,), context, device="cuda").int()
+        caches.append(LayerCache(fmt, pool, table, *lengths, *windows))
+    return caches
+
+
+def read_bytes(cache: LayerCache) -> int:
+    """Bytes of pages and live window slots that one call reads."""
+    batch, num_heads = cache.table_BN.shape[0], cache.pages_PKX.shape[1]
+    tokens = int(cache.num_tokens_B.sum()) - cache.fmt.tokens * int(cache.num_pages_B.sum())
+    del batch
+    return num_heads * (cache.fmt.page_bytes * int(cache.num_pages_B.sum()) + 4 * cache.fmt.head_dim * tokens)
+
+
+def time_config(q: Tensor, caches: list[LayerCache], config: DecodeConfig, replays: int = 7) -> float | None:
+    """Microseconds of one call; None where the kernel does not compile or launch."""
+    try:
+        scaling = q.shape[-1] ** -0.5
+        return microseconds([lambda x=x: attend(q, x, scaling, config) for x in caches], replays)
+    except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+        print("failed", config, type(error).__name__, flush=True)
+        return None
+
+
+def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
+    """Everything for one shape and format."""
+    batch, context, num_queries, num_heads, head_dim = SHAPES[shape]
+    fmt = formats(head_dim)[format_name]
+    one = random_cache(fmt, batch, context, num_heads, 1)
+    caches = one + random_cache(fmt, batch, context, num_heads, min(7, 4 * L2_BYTES // read_bytes(one[0])))
+    q = torch.randn(batch, num_queries, head_dim, device="cuda", dtype=torch.bfloat16)
+    sms, rows = torch.cuda.get_device_properties(0).multi_processor_count, batch * num_heads
+    started, results = time.time(), []
+
+    def measure(config: DecodeConfig) -> None:
+        if time.time() - started > budget or any(config == c for _, c in results):
+            return
+        us = time_config(q, caches, config)
+        if us is None:
+            return
+        results.append((us, config))
+        line = json.dumps({"shape": shape, "format": format_name, "us": round(us, 2), **asdict(config)})
+        print(line, flush=True)
+        if out:
+            with out.open("a") as file:
+                file.write(line + "\n")
+
+    def divided(programs: float, window_share: float, **variant: object) -> DecodeConfig:
+        splits = max(2, round(programs * sms / rows))
+        windows = max(1, round(splits * window_share))
+        return DecodeConfig(max(1, splits - windows), windows, **variant)  # type: ignore[arg-type]
+
+    share = 0.13 * 8192 / context
+    few = format_name != "int2"
+    for registers, programs in itertools.product(REGISTERS, PROGRAMS[1:6:2] if few else PROGRAMS):
+        for factor in (1.0,) if few else (0.5, 1.0, 2.0):
+            measure(divided(programs, share * factor, max_registers=registers))
+    us, config = min(results, key=lambda x: x[0])
+    rows_checked = sorted({0, batch - 1})
+    scaling = head_dim**-0.5
+    error, _ = decode_errors(attend(q, caches[0], scaling, config), q, caches[0], scaling, rows_checked)
+    moved = read_bytes(caches[0])
+    print(
+        f"BEST {shape} {format_name}: {us:.2f} us, {moved / us / 1e6:.2f} TB/s, error {error:.1e}, {config}", flush=True
+    )
+
+
+def baselines(shape: str) -> None:
+    """The best BF16 attention of this run."""
+    batch, context, num_queries, num_heads, head_dim = SHAPES[shape]
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(batch, num_queries, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, num_heads, context, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+
+        def call(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        print(f"BF16 {shape} {name}: {microseconds([call], 10):.1f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shapes", default="A,B,C,D,E")
+    parser.add_argument("--formats", default="int2")
+    parser.add_argument("--budget", type=float, default=60, help="seconds for one shape and format")
+    parser.add_argument("--baselines", action="store_true")
+    options = parser.parse_args()
+    for shape in options.shapes.split(","):
+        if options.baselines:
+            baselines(shape)
+        for name in options.formats.split(","):
+            tune(shape, name, options.out, options.budget)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""How the decode kernel divides its work: measured choices, stored as data per GPU and class of shapes, and a rule for others.
+
+`decode_configs.json` holds what `benchmarks/tune.py` found best: for each GPU a list of classes with the shape they were
+measured at. The nearest class of the GPU is taken, or of another GPU where nobody has measured. It says how many programs an
+SM gets, so that it carries over to other batch sizes and other numbers of SMs.
+"""
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from kvcompile.codec.page import PageFormat
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What tuning may change. `page_splits` and `window_splits` share a row's pages and the tiles of its windows."""
+
+    page_splits: int
+    window_splits: int
+    page_tile: int = 64  # tokens of a page per step
+    table_block: int = 32  # page ids loaded at once
+    window_tile: int = 16  # tokens of a window per step; its buffers must not outgrow those of the pages
+    num_stages: int = 3
+    max_registers: int | None = None
+
+
+def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device: torch.device) -> DecodeConfig:
+    """A configuration for `rows` pairs of batch row and KV head, page tables of `columns`, and `groups` query heads each.
+
+    Depends on shapes alone: what a CUDA graph may hold.
+    """
+    name, sms = _gpu(device)
+    known = _measured()
+    classes = known.get(name) or next(iter(known.values()))
+    best = min(classes, key=lambda found: _distance(found, fmt, rows, columns, groups))
+    splits = max(2, round(best["programs_per_sm"] * sms / max(rows, 1)))
+    windows = max(1, round(splits * best["window_share"]))
+    return DecodeConfig(
+        page_splits=max(1, min(splits - windows, max(columns, 1))),
+        window_splits=windows,
+        max_registers=best["max_registers"],
+    )
+
+
+def _distance(found: dict[str, Any], fmt: PageFormat, rows: int, columns: int, groups: int) -> float:
+    """How far a measured class is from a shape: what changes the code first, then the amount of work."""
+    group = fmt.key.group_size if fmt.key.axis == "token" else 0
+    code = (
+        4 * (found["channel_group"] != (0 if group else min(fmt.key.group_size, 64)))
+        + 2 * abs(math.log2(found["groups"] / groups))
+        + 2 * abs(math.log2(found["head_dim"] / fmt.head_dim))
+        + abs(math.log2(found["bits"] / fmt.key.bits))
+        + (found["groups_per_row"] != (fmt.key.num_groups if group else 1))
+    )
+    work = abs(math.log2(found["rows"] / max(rows, 1))) + abs(math.log2(found["columns"] / max(columns, 1)))
+    return 8 * code + work
+
+
+@functools.cache
+def _measured() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = json.loads(
+        files("kvcompile.kernels").joinpath("decode_configs.json").read_text("utf-8")
+    )
+    return found
+
+
+@functools.cache
+def _gpu(device: torch.device) -> tuple[str, int]:
+    """Name and number of SMs; one for the interpreter."""
+    if device.type != "cuda":
+        return "", 1
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).multi_processor_count

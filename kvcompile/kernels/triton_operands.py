@@ -1,0 +1,100 @@
+"""Numbers as the decode kernels' tensor cores take them: packed codes as int8, floats as pairs of int8 or of BF16.
+
+Shapes in a kernel: rows and PG query heads, padded; a pair of columns is (high, low).
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+from kvcompile.kernels.triton_encode import as_float, bf16_bits, to_bf16
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.constexpr_function
+def _shift(i, bits):
+    """Codes of the high half of a byte are shifted down; within a half they stay where they are."""
+    return 4 if i * bits >= 4 else 0
+
+
+@triton.constexpr_function
+def code_weight(i, bits):
+    """What `codes` multiplies codes i by: their place in a half byte, which costs no instruction to keep."""
+    return 2 ** (i * bits - _shift(i, bits))
+
+
+@triton.constexpr_function
+def _mask(i, bits):
+    return (2**bits - 1) * code_weight(i, bits)
+
+
+@triton.constexpr_function
+def _assembly(i, bits):
+    mask = f"0x{_mask(i, bits) * 0x01010101:08x}"
+    if _shift(i, bits):
+        return f"{{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, {mask}; }}"
+    return f"and.b32 $0, $1, {mask};"
+
+
+@triton.jit
+def codes(packed, i: tl.constexpr, BITS: tl.constexpr):
+    """Codes i of all bytes times `code_weight`, as int8.
+
+    Four bytes per instruction, in the layout of a tensor-core operand, so that codes never leave registers.
+    """
+    if INTERPRETED:
+        return ((packed >> _shift(i, BITS)) & _mask(i, BITS)).to(tl.int8)
+    else:
+        return tl.inline_asm_elementwise(_assembly(i, BITS), "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def fixed_pairs(x, inverse, ROWS: tl.constexpr, PG: tl.constexpr):
+    """`x * inverse` ``[ROWS, PG]``, at most 32512 in magnitude, rounded, as int8 ``[ROWS, 2 PG]``: each column as two.
+
+    A number is 256 high + low; 32512 is 256 * 127. Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    """
+    n = (x * inverse + 12582912.0).to(tl.int32, bitcast=True)
+    return tl.join(_low_byte((n + 128) >> 8), _low_byte(n)).reshape(ROWS, 2 * PG)
+
+
+@triton.jit
+def _low_byte(n):
+    """The low byte of an int32 as a signed byte."""
+    if INTERPRETED:
+        low = n & 0xFF
+        return (low - ((low & 0x80) << 1)).to(tl.int8)
+    else:
+        return n.to(tl.int8)
+
+
+@triton.jit
+def join_fixed(pairs, ROWS: tl.constexpr, PG: tl.constexpr):
+    """int32 ``[ROWS, 2 PG]`` of (high, low) columns to float32 ``[ROWS, PG]``."""
+    high, low = tl.split(pairs.reshape(ROWS, PG, 2))
+    return (high * 256 + low).to(tl.float32)
+
+
+@triton.jit
+def bf16_pairs(x, ROWS: tl.constexpr, PG: tl.constexpr):
+    """float32 ``[ROWS, PG]`` to bf16 ``[ROWS, 2 PG]``, each column as (x rounded, rest)."""
+    high = bf16_bits(x).to(tl.float32, bitcast=True)
+    return tl.join(to_bf16(high), to_bf16(x - high)).reshape(ROWS, 2 * PG)
+
+
+@triton.jit
+def bf16_dot(a, pairs, ROWS: tl.constexpr, PG: tl.constexpr):
+    """bf16 ``[ROWS, k]`` times pairs ``[k, 2 PG]``: float32 ``[ROWS, PG]``. Interpreters multiply no bf16."""
+    both = tl.dot(as_float(a), as_float(pairs)) if INTERPRETED else tl.dot(a, pairs)
+    high, low = tl.split(both.reshape(ROWS, PG, 2))
+    return high + low
+
+
+@triton.jit
+def loop_end(n):
+    """`n` as the end of a loop: with numpy >= 2.4 the interpreter of triton 3.6 takes no tensor (triton #9171)."""
+    if INTERPRETED:
+        return n.handle.data.item()
+    else:
+        return n
