@@ -44,6 +44,7 @@ from benchmarks.gpu import DEVICE, rows
 from kvcompile.evaluate.uncalibrated import Shape, fill, geometry_of, random_cache
 from kvcompile.runtime.cache import ATTENTION, PackedLayer
 from kvcompile.runtime.graph import StepGraph
+from kvcompile.runtime.norms import fuse_norms
 from kvcompile.scheme import load_scheme
 
 SCHEME = "kvc-int2"
@@ -154,6 +155,7 @@ def build_model(layers: int) -> Any:
     )
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    fuse_norms(model)  # as `load` does; for both sides
     return model.eval().requires_grad_(False)
 
 

@@ -148,6 +148,8 @@ SMALL = PageFormat(RowFormat(32, 2, 32, 0.96), RowFormat(32, 2, 32, 0.92))
         DecodeConfig(3, 5, table_block=1, window_tile=32, num_stages=1),
         DecodeConfig(20, 2, window_tile=64),
         DecodeConfig(40, 1, page_tile=32),
+        DecodeConfig(3, 2, page_tile=128),
+        DecodeConfig(2, 1, page_tile=256, table_block=4),
     ],
 )
 def test_any_division_of_the_work(config):

@@ -79,6 +79,15 @@ def _largest(parts, PG: tl.constexpr):
 
 
 @triton.jit
+def _in_page(offset_T, PAGE: tl.constexpr):
+    """Offsets that follow one another within a page, which begins on 16 bytes: what the compiler cannot see by itself."""
+    if offset_T.shape[0] > PAGE:
+        return tl.multiple_of(tl.max_contiguous(offset_T, PAGE), 16)
+    else:
+        return offset_T
+
+
+@triton.jit
 def _attend_pages(
     q_ptr, q_stride_h, pages_ptr, table_ptr, out_ptr, stats_ptr, first_page, end_page, page_stride_p, scaling,
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
@@ -91,7 +100,8 @@ def _attend_pages(
     With K_CHANNEL, K_GROUP counts tokens; K_NORM is the byte offset of the tokens' norms, or 0.
     """
     T: tl.constexpr = K_GROUP if K_CHANNEL and K_GROUP < TILE else TILE
-    STEPS: tl.constexpr = PAGE // T
+    STEPS: tl.constexpr = PAGE // T if T < PAGE else 1
+    PAGES: tl.constexpr = T // PAGE if T > PAGE else 1  # of a step
     K_PARTS: tl.constexpr = 8 // K_BITS
     K_BYTES: tl.constexpr = D // K_PARTS
     K_GROUPS: tl.constexpr = 1 if K_CHANNEL else D // K_GROUP
@@ -145,18 +155,23 @@ def _attend_pages(
     n = tl.arange(0, TABLE)
     for block in tl.range(0, loop_end((end_page - first_page + TABLE - 1) // TABLE)):
         first = first_page + block * TABLE
-        ids_N = tl.load(table_ptr + first + n, mask=first + n < end_page, other=0)
-        for step in tl.range(0, loop_end(tl.minimum(end_page - first, TABLE) * STEPS), num_stages=STAGES):
-            # A vector of ids and this sum, because a scalar load in the loop would keep it from being pipelined.
-            index = step // STEPS
-            page = tl.sum(tl.where(n == index, ids_N, 0), axis=0)
-            place = page.to(tl.int64) * page_stride_p
-            token_T = (step - index * STEPS) * T + t
-            k_place_TC = place + token_T[:, None] * K_BYTES + kc[None, :]
-            v_place_CT = place + V_CODES + vc[:, None] * PAGE + token_T[None, :]
+        count = tl.minimum(end_page - first, TABLE)
+        ids_N = tl.load(table_ptr + first + n, mask=n < count, other=0)
+        for step in tl.range(0, loop_end((count + PAGES - 1) // PAGES * STEPS), num_stages=STAGES):
+            # A vector of ids and sums of it, because a scalar load in the loop would keep it from being pipelined.
+            index = step // STEPS * PAGES
+            place_T = tl.sum(tl.where(n == index, ids_N, 0), axis=0).to(tl.int64) * page_stride_p
+            for other in tl.static_range(1, PAGES):  # the last page again, where a step has no other
+                page = tl.sum(tl.where(n == tl.minimum(index + other, count - 1), ids_N, 0), axis=0)
+                place_T = tl.where(t // PAGE == other, page.to(tl.int64) * page_stride_p, place_T)
+            token_T = t % PAGE if PAGES > 1 else (step - index * STEPS) * T + t
+            byte_T = _in_page(place_T + token_T, PAGE)
+            meta_place_T = _in_page(place_T // 4 + token_T, PAGE)
+            k_place_TC = (place_T + token_T * K_BYTES)[:, None] + kc[None, :]
+            v_place_CT = V_CODES + vc[:, None] * PAGE + byte_T[None, :]
             k_bytes_TC = tl.load(pages_ptr + k_place_TC, mask=(kc < K_BYTES)[None, :], other=0)
             v_bytes_CT = tl.load(pages_ptr + v_place_CT, mask=(vc < V_BYTES)[:, None], other=0)
-            meta_ptr = (pages_ptr + place).to(tl.pointer_type(tl.int32))
+            meta_ptr = pages_ptr.to(tl.pointer_type(tl.int32))
 
             logits_TG = tl.zeros([T, PG], tl.float32)
             if K_CHANNEL:
@@ -164,7 +179,7 @@ def _attend_pages(
                 zero_G = tl.zeros([PG], tl.float32)
                 for i in tl.static_range(K_PARTS):
                     channel_C = K_META // 4 + (step - index * STEPS) * T // K_GROUP * D + i * K_BYTES + kc
-                    meta_C = tl.load(meta_ptr + channel_C, mask=kc < K_BYTES, other=0)
+                    meta_C = tl.load(meta_ptr + place_T // 4 + channel_C, mask=kc < K_BYTES, other=0)
                     qs_CG = q_parts[i] * _scale_of(meta_C)[:, None]
                     zero_G += tl.sum(qs_CG * _zero_of(meta_C)[:, None], axis=0)
                     qs_parts = qs_parts + (qs_CG,)
@@ -178,7 +193,7 @@ def _attend_pages(
                 logits_TG = dots_TG * qs_unit_G[None, :] - zero_G[None, :]
             else:
                 for group in tl.static_range(K_GROUPS):
-                    meta_T = tl.load(meta_ptr + K_META // 4 + group * PAGE + token_T)
+                    meta_T = tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T)
                     dots_TR = tl.zeros([T, 2 * PG], tl.int32)
                     for i in tl.static_range(K_PARTS):
                         if _meet(i, group, K_BYTES, K_GROUP):
@@ -193,8 +208,10 @@ def _attend_pages(
                     else:
                         logits_TG += part_TG * _scale_of(meta_T)[:, None]
             if K_NORM:
-                norm_ptr = (pages_ptr + place + K_NORM).to(tl.pointer_type(tl.bfloat16))
-                logits_TG *= as_float(tl.load(norm_ptr + token_T))[:, None]
+                norm_T = tl.load(pages_ptr.to(tl.pointer_type(tl.bfloat16)) + K_NORM // 2 + place_T // 2 + token_T)
+                logits_TG *= as_float(norm_T)[:, None]
+            if PAGES > 1:
+                logits_TG = tl.where((index + t // PAGE < count)[:, None], logits_TG, float("-inf"))
 
             new_m_G = tl.maximum(m_G, tl.max(logits_TG, axis=0))
             p_TG = tl.exp2(logits_TG * unit_G[None, :] - (new_m_G * unit_G)[None, :])
@@ -206,7 +223,7 @@ def _attend_pages(
             units = ()
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
-                meta_T = tl.load(meta_ptr + V_META // 4 + group * PAGE + token_T)
+                meta_T = tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T)
                 ps_TG = p_TG * _scale_of(meta_T)[:, None]
                 p_unit_G = tl.maximum(tl.max(ps_TG, axis=0), _SMALLEST) / _FIXED
                 p_pairs = p_pairs + (fixed_pairs(ps_TG, (1.0 / p_unit_G)[None, :], T, PG),)

@@ -19,6 +19,7 @@ from kvcompile.models import load_model, load_tokenizer
 from kvcompile.runtime.backend import Backend, choose_backend
 from kvcompile.runtime.cache import ATTENTION, PackedCache, PackedLayer
 from kvcompile.runtime.graph import can_capture, replayed_steps
+from kvcompile.runtime.norms import fuse_norms
 from kvcompile.runtime.plan import Capacity, Geometry, LayerPlan, Storage
 from kvcompile.runtime.store import PackedStore
 
@@ -57,6 +58,8 @@ def load(
         artifact.check_projections()
     model = load_model(artifact.weights_path, ATTENTION, device, dtype)
     attach(model, artifact, backend)
+    if model.device.type == "cuda":
+        fuse_norms(model)
     return model, load_tokenizer(artifact.weights_path)
 
 
