@@ -30,6 +30,9 @@ class Backend(Protocol):
     def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
         """Rows of H = K G heads times their KV head's rotation; float32 ``[B, H, T, D]``."""
 
+    def stored_rows(self, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan") -> tuple[Tensor, Tensor]:
+        """New keys and values as they are stored: rotated, centred, bfloat16 ``[B, K, T, D]``."""
+
     def write_pages(
         self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
     ) -> None:
@@ -72,6 +75,15 @@ class CodecBackend:
         """See `Backend.rotate`."""
         x_BKXD = x_BHTD.float().unflatten(1, (r_KDD.shape[0], -1)).flatten(2, 3)
         return (x_BKXD @ r_KDD).unflatten(2, (-1, x_BHTD.shape[2])).flatten(1, 2)
+
+    def stored_rows(self, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan") -> tuple[Tensor, Tensor]:
+        """See `Backend.stored_rows`."""
+        maps = ((k_BKTD, plan.key_rotation, plan.key_mean), (v_BKTD, plan.value_rotation, plan.value_mean))
+        k_BKTD, v_BKTD = (
+            (x.float() if r_KDD is None else self.rotate(x, r_KDD)) - (0 if mean_KD is None else mean_KD[:, None])
+            for x, r_KDD, mean_KD in maps
+        )
+        return k_BKTD.bfloat16(), v_BKTD.bfloat16()
 
     def write_pages(
         self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
@@ -149,6 +161,13 @@ class TritonBackend(CodecBackend):
         from kvcompile.kernels import triton_encode
 
         return triton_encode.rotate_rows(x_BHTD, r_KDD, torch.float32)
+
+    def stored_rows(self, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan") -> tuple[Tensor, Tensor]:
+        """See `Backend.stored_rows`."""
+        from kvcompile.kernels import triton_rows
+
+        maps = plan.token_maps
+        return triton_rows.map_rows(k_BKTD, maps.key), triton_rows.map_rows(v_BKTD, maps.value)
 
     def write_pages(
         self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor

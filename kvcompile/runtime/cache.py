@@ -72,9 +72,9 @@ class PackedLayer(CacheLayerMixin):
             out_BHTD = self._restore(self._decode(q_BHTD, rows, scaling), q_BHTD.dtype)
         elif not any(store.num_tokens):
             out_BHTD = self._attend_exactly(q_BHTD, rows, scaling, module)
-            store.append(self.position, *self._stored_rows(rows))
+            store.append(self.position, *self.backend.stored_rows(rows.k_BKTD, rows.v_BKTD, plan))
         else:
-            k_BKTD, v_BKTD = self._stored_rows(rows)
+            k_BKTD, v_BKTD = self.backend.stored_rows(rows.k_BKTD, rows.v_BKTD, self.plan)
             q_rotated = self._rotate(q_BHTD, plan.query_rotation)
             out_BHTD = self._restore(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling), q_BHTD.dtype)
             store.append(self.position, k_BKTD, v_BKTD)
@@ -89,19 +89,13 @@ class PackedLayer(CacheLayerMixin):
         if store.every_row_grows:  # the kernel writes a token to every row
             q_BHD = self.backend.append(q_BHTD, rows.k_BKTD, rows.v_BKTD, self.plan, stored)
         if q_BHD is None:
-            store.append(self.position, *self._stored_rows(rows))
+            store.append(self.position, *self.backend.stored_rows(rows.k_BKTD, rows.v_BKTD, self.plan))
             q_BHD = self._rotate(q_BHTD, self.plan.query_rotation)[:, :, 0]
         else:
             store.appended()
         out_BHD, lse_BH = self.backend.attend(q_BHD, stored, scaling)
         tokens_BT = stored.num_tokens_B[:, None]
         return self._correct(out_BHD[:, :, None], lse_BH[:, :, None], tokens_BT, q_BHD[:, :, None])
-
-    def _stored_rows(self, rows: NewRows) -> tuple[Tensor, Tensor]:
-        """The step's keys and values as they are stored: rotated, centred, bfloat16."""
-        k_BKTD = _center(self._rotate(rows.k_BKTD, self.plan.key_rotation), self.plan.key_mean)
-        v_BKTD = _center(self._rotate(rows.v_BKTD, self.plan.value_rotation), self.plan.value_mean)
-        return k_BKTD.bfloat16(), v_BKTD.bfloat16()
 
     def _real_tokens(self, mask_BN: Tensor | None, length: int) -> Tensor | None:
         """The columns of the mask that belong to this step; its past must be what was stored."""
@@ -214,10 +208,6 @@ class PackedLayer(CacheLayerMixin):
         raise CacheError("crop the PackedCache, not one of its layers: layers share their page tables")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = crop  # type: ignore[assignment]
-
-
-def _center(x_BKTD: Tensor, mean_KD: Tensor | None) -> Tensor:
-    return x_BKTD if mean_KD is None else x_BKTD - mean_KD[:, None]
 
 
 class PackedCache(Cache):
