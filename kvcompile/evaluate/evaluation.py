@@ -150,7 +150,7 @@ def make_workload(
     trials: int,
     needed: int,
 ) -> Workload:
-    """Cut windows from `text` and plant numbers; the first `needed` tokens of a window are exact, so it must be longer.
+    """Cut windows from `text` and plant numbers. The first `needed` tokens of a window are exact and not counted.
 
     Raises KvCompileError for a retrieval length that is too short to hold the task or too long for the model.
     """
@@ -164,7 +164,7 @@ def make_workload(
     windows_NT = cut_windows(text, tokenizer, windows, min(length, limit), needed)
     hay = read_text(haystack).text if haystack else text.text
     planted = {n: trials_of_length(hay, words or default_words(), tokenizer, n, trials) for n in retrieval}
-    return Workload(text.name, windows_NT, windows_NT.shape[1] // 4, planted)
+    return Workload(text.name, windows_NT, max(windows_NT.shape[1] // 4, needed), planted)
 
 
 def measure_quality(

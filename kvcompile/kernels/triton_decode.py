@@ -116,7 +116,9 @@ def _attend_pages(
     g = tl.arange(0, PG)
 
     n = tl.arange(0, TABLE)
-    ids_N = tl.load(table_ptr + first_page + n, mask=first_page + n < end_page, other=0)  # under way while q is prepared
+    ids_N = tl.load(
+        table_ptr + first_page + n, mask=first_page + n < end_page, other=0
+    )  # under way while q is prepared
 
     # The query: one scale per head, one fixed-point chunk per code of a byte, one sum per group.
     q_parts = ()
