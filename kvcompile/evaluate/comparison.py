@@ -21,7 +21,7 @@ from kvcompile.evaluate.evaluation import Quality, Track, Workload, make_workloa
 from kvcompile.evaluate.stages import LayerErrors, TokenNorms, layer_errors, observe, token_norm_picture
 from kvcompile.evaluate.text import held_back_text, read_text
 from kvcompile.evaluate.uncalibrated import page_format
-from kvcompile.models import load_model, load_tokenizer, resolve_device, take_inventory
+from kvcompile.models import EXACT, load_model, load_tokenizer, resolve_device, take_inventory
 from kvcompile.passes.convert import collect_statistics, convert
 from kvcompile.passes.emit import CONTEXTS
 from kvcompile.passes.inventory import check_fit
@@ -125,7 +125,7 @@ def compare(
     statistics = collect_statistics(checkpoint.path, planned.values(), **settings, track=track)
     tokenizer = load_tokenizer(checkpoint.path)
     evaluated = read_text(text) if text else held_back_text(statistics.records(), tokenizer)
-    source = load_model(checkpoint.path, "sdpa", torch_device)
+    source = load_model(checkpoint.path, EXACT, torch_device)
     exact = max(min(v.window.sink + v.window.recent + v.window.block for v in s.variants()) for s in planned.values())
     work = make_workload(source, tokenizer, evaluated, windows, length, retrieval, haystack, words, trials, exact)
     reference = _RememberedLogits(source)

@@ -34,7 +34,7 @@ class Cost:
 
 def measure_cost(model: PreTrainedModel, cache: Cache, ids_T: Tensor) -> Cost:
     """Fill the fresh `cache` by one prefill, then decode; `ids_T` are repeated up to 4096 tokens, if the model takes so many."""
-    limit = int(getattr(model.config, "max_position_embeddings", CONTEXT + STEPS))
+    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", CONTEXT + STEPS))
     tokens = max(1, min(CONTEXT, limit - STEPS))
     ids_BT = ids_T.repeat(-(-(tokens + STEPS) // len(ids_T)))[None, : tokens + STEPS].to(model.device)
     step: Any = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -58,8 +58,18 @@ class Backend(Protocol):
         The rotated queries float32 ``[B, H, D]``, or None, and nothing done, where this backend has no kernel for it.
         """
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
-        """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``."""
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``.
+
+        `softcap` and `shift_BH` as in `kvcompile.codec.attend_layer`; no kernel caps logits, so the codec does it.
+        """
 
 
 class CodecBackend:
@@ -115,9 +125,16 @@ class CodecBackend:
         """See `Backend.append`."""
         return None
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
-        return attend_layer(q_BHD, layer, scaling)
+        return attend_layer(q_BHD, layer, scaling, softcap, shift_BH)
 
 
 class CpuBackend(CodecBackend):
@@ -133,12 +150,19 @@ class CpuBackend(CodecBackend):
 
         pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt, tables, cpu_encode.feedback_codes)
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import cpu
 
-        if not cpu.supports(layer.fmt):
-            return super().attend(q_BHD, layer, scaling)
+        if softcap is not None or not cpu.supports(layer.fmt):
+            return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
         return cpu.attend(q_BHD, layer, scaling)
 
 
@@ -208,12 +232,19 @@ class TritonBackend(CodecBackend):
         q_BHD, k_BKD, v_BKD = (x[:, :, 0] for x in (q_BHTD, k_BKTD, v_BKTD))
         return triton_append.append_token(q_BHD, k_BKD, v_BKD, plan.token_maps, layer)
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import triton_decode
 
-        if not triton_decode.supports(layer.fmt):
-            return super().attend(q_BHD, layer, scaling)
+        if softcap is not None or not triton_decode.supports(layer.fmt):
+            return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
         return triton_decode.attend(q_BHD, layer, scaling)
 
     def _coding(self, layers: Sequence["Storage"], device: torch.device) -> "LayerCoding | None":
