@@ -16,7 +16,6 @@ from kvcompile.version import __version__
 if TYPE_CHECKING:
     from kvcompile.evaluate import inspect, verify
     from kvcompile.evaluate.comparison import compare
-    from kvcompile.export import export
     from kvcompile.passes.convert import convert
     from kvcompile.runtime.cache import PackedCache
     from kvcompile.runtime.generate import generate
@@ -27,7 +26,6 @@ _HOMES = {
     "PackedCache": "kvcompile.runtime",
     "compare": "kvcompile.evaluate.comparison",
     "convert": "kvcompile.passes.convert",
-    "export": "kvcompile.export.registry",
     "generate": "kvcompile.runtime.generate",
     "inspect": "kvcompile.evaluate",
     "load": "kvcompile.runtime",
@@ -41,7 +39,6 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
-    "export",
     "generate",
     "inspect",
     "load",

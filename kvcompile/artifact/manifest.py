@@ -17,7 +17,7 @@ from kvcompile.scheme.model import Identity, LayerScheme, LinearCorrection, RowC
 
 MANIFEST_NAME = "kvcompile.json"
 SIDECAR_NAME = "kvcompile.safetensors"
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 2
 
 
 class Record(BaseModel):
@@ -212,6 +212,16 @@ class CalibrationRecord(Record):
     last_position: int = 0
 
 
+class RotationImport(Record):
+    """A file that the rotations of one half were read from instead of being solved."""
+
+    file: str
+    sha256: str
+    format_version: int
+    objective: str
+    source_grouping: str
+
+
 class Manifest(Record):
     """The whole of `kvcompile.json`."""
 
@@ -224,6 +234,7 @@ class Manifest(Record):
     layers: list[LayerRecord]
     sidecar: Sidecar
     calibration: CalibrationRecord | None
+    imported_rotations: dict[Literal["key", "value"], RotationImport] | None = None
     bits_per_element: dict[str, float]
     metrics: dict[str, float]
 

@@ -12,7 +12,7 @@ The folder is an ordinary Hugging Face checkpoint. Each engine quantizes its cac
 
 | engine | how it reads this | its own KV-cache quantization |
 |---|---|---|
-| llama.cpp | `convert_hf_to_gguf.py .`, then `llama-server -m model.gguf` | `-fa on -ctk q8_0 -ctv q4_0`, after a Hadamard transform of its own |
+| llama.cpp | `convert_hf_to_gguf.py .` | `-fa on -ctk q8_0 -ctv q4_0`, after a Hadamard transform of its own |
 | exllamav3 | `convert.py -i . -o out -w work -b BITS`, or unquantized | cache of 2 to 8 bits, without calibration |
 | TensorRT-LLM | `trtllm-serve .` | `kv_cache_config: {dtype: fp8}` in its options file |
 | LMDeploy | `lmdeploy serve api_server .` | `--quant-policy 4`, `8` or `42` |

@@ -24,10 +24,18 @@ class Entry:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-SOURCE = "the unconverted checkpoint: hand that over with online value rotations, not the folded weights"
+_SOURCE = "the unconverted checkpoint: hand that over with online value rotations, not the folded weights"
 
 TARGETS: dict[str, Entry] = {
     "plain": Entry("kvcompile.export.plain:PlainTarget"),
+    "sglang": Entry(
+        "kvcompile.export.sglang:SglangTarget",
+        {
+            "source": _SOURCE,
+            "format_version": "1 (one rotation per layer) or 2 (per KV head); default: 1 where that is enough",
+            "text": "a text file, or 'bundled': measure what the view costs",
+        },
+    ),
 }
 
 

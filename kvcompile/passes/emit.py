@@ -89,6 +89,7 @@ class EmitPass:
                 shapes={name: list(tensor.shape) for name, tensor in sorted(ir.tensors.items())},
             ),
             calibration=ir.calibration,
+            imported_rotations=dict(ir.imported.records) if ir.imported else None,
             bits_per_element=mean_bits,
             metrics=dict(ir.summary),
         )
