@@ -16,6 +16,7 @@ from kvcompile.version import __version__
 if TYPE_CHECKING:
     from kvcompile.evaluate import inspect, verify
     from kvcompile.evaluate.comparison import compare
+    from kvcompile.evaluate.difference import diff
     from kvcompile.passes.convert import convert
     from kvcompile.runtime.cache import PackedCache
     from kvcompile.runtime.generate import generate
@@ -26,6 +27,7 @@ _HOMES = {
     "PackedCache": "kvcompile.runtime",
     "compare": "kvcompile.evaluate.comparison",
     "convert": "kvcompile.passes.convert",
+    "diff": "kvcompile.evaluate.difference",
     "generate": "kvcompile.runtime.generate",
     "inspect": "kvcompile.evaluate",
     "load": "kvcompile.runtime",
@@ -39,6 +41,7 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
+    "diff",
     "generate",
     "inspect",
     "load",

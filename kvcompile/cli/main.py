@@ -13,6 +13,7 @@ from kvcompile.version import __version__
 COMMANDS = {
     "convert": "Convert MODEL (a checkpoint directory or a Hugging Face id) so that its KV cache is packed.",
     "verify": "Check that ARTIFACT is whole and, with --source, that it is the same model.",
+    "diff": "Compare two artifacts, or an artifact with its source; the exit code is 0 where they are the same, 1 where not.",
     "inspect": "Show which layers of a model or artifact have a KV cache, and what it costs in BF16 and packed.",
     "generate": "Continue a prompt with a converted model, its cache packed; text streams as it comes.",
     "eval": "Measure ARTIFACT through its packed cache: perplexity, KL and agreement, retrieval by depth and length.",
