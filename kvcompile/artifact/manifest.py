@@ -35,12 +35,16 @@ class Producer(Record):
 
 
 class Source(Record):
-    """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay)."""
+    """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay).
+
+    `license` is what the source's model card says, None where it says nothing.
+    """
 
     name: str
     model_type: str
     architecture: str
     path: str | None = None
+    license: str | None = None
 
 
 class Weights(Record):
