@@ -28,6 +28,10 @@ _SOURCE = "the unconverted checkpoint: hand that over with online value rotation
 
 TARGETS: dict[str, Entry] = {
     "plain": Entry("kvcompile.export.plain:PlainTarget"),
+    "gguf": Entry("kvcompile.export.gguf_sidecar:GgufTarget", {"source": _SOURCE}),
+    "compressed-tensors": Entry(
+        "kvcompile.export.compressed_tensors_config:CompressedTensorsTarget", {"source": _SOURCE}
+    ),
     "sglang": Entry(
         "kvcompile.export.sglang:SglangTarget",
         {
