@@ -11,6 +11,7 @@ The functions below are loaded on first use, so that importing the package (and 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvcompile.hook import when_imported
 from kvcompile.version import __version__
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ __all__ = [
     "new_cache",
     "verify",
 ]
+
+
+when_imported("transformers.quantizers.auto", lambda: import_module("kvcompile.quantizer"))
 
 
 def __getattr__(name: str) -> Any:

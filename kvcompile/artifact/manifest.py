@@ -37,14 +37,14 @@ class Producer(Record):
 class Source(Record):
     """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay).
 
-    `license` is what the source's model card says, None where it says nothing.
+    `license` holds license, license_name and license_link of the source's model card, as far as it has them.
     """
 
     name: str
     model_type: str
     architecture: str
     path: str | None = None
-    license: str | None = None
+    license: dict[str, str] | None = None
 
 
 class Weights(Record):

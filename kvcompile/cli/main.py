@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "Time decoding from the packed cache of ARTIFACT, or of a --shape, against a BF16 cache on this machine.",
     "compare": "Convert MODEL with several schemes, measure each, and write one report.",
     "export": "Write ARTIFACT as other software wants it, with notes of what that view cannot carry.",
+    "push": "Upload ARTIFACT to the Hugging Face model repository REPO (owner/name).",
     "schemes": "List, show or validate schemes.",
     "passes": "List or explain the passes that a conversion is made of.",
 }

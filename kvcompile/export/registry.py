@@ -28,6 +28,7 @@ _SOURCE = "the unconverted checkpoint: hand that over with online value rotation
 
 TARGETS: dict[str, Entry] = {
     "plain": Entry("kvcompile.export.plain:PlainTarget"),
+    "transformers": Entry("kvcompile.export.tagged:TransformersTarget"),
     "gguf": Entry("kvcompile.export.gguf_sidecar:GgufTarget", {"source": _SOURCE}),
     "compressed-tensors": Entry(
         "kvcompile.export.compressed_tensors_config:CompressedTensorsTarget", {"source": _SOURCE}

@@ -79,6 +79,7 @@ class EmitPass:
                 name=ir.checkpoint.path.resolve().name,
                 model_type=ir.layers().model_type,
                 architecture=ir.layers().architecture,
+                license=ir.checkpoint.license(),
                 path=str(ir.checkpoint.path.resolve()) if ir.weights == "overlay" else None,
             ),
             weights=Weights(mode=ir.weights, files=files, projections=projections),
