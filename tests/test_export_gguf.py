@@ -88,7 +88,7 @@ def test_refusals(scheme: str, why: str, small_model: Path, tmp_path: Path):
 def test_nothing_online(small_model: Path, tmp_path: Path):
     """Values folded, keys not rotated: there is nothing for a reader to apply."""
     kvcompile.convert(small_model, tmp_path / "out", "quarot-int4", overrides=["key.rotation.kind=identity"])
-    with pytest.raises(ExportError, match=r"no rotation of .* is applied online"):
+    with pytest.raises(ExportError, match="no rotation is applied online"):
         export(tmp_path / "out", "gguf", tmp_path / "view")
     assert not (tmp_path / "view").exists()
     notes = export(tmp_path / "out", "gguf", tmp_path / "both", source=small_model)

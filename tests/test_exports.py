@@ -11,6 +11,7 @@ import kvcompile
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import ExportError
 from kvcompile.export import TARGETS, Notes, export, load_target
+from kvcompile.export.table import support_table
 from kvcompile.models.agreement import KL_TOLERANCE, compare_logits, logits_of
 from tests.commands import contents, quick_conversions, refuse, run, succeed
 from tests.conftest import EXAMPLE
@@ -119,3 +120,10 @@ def test_wrong_usage(arguments: tuple[str, ...], capsys: Capsys):
 
 def test_not_an_artifact(tmp_path: Path, capsys: Capsys):
     assert "is no converted checkpoint" in refuse(capsys, "export", EXAMPLE, "--to", "plain", "-o", tmp_path / "x")
+
+
+def test_the_table_in_the_documents_is_current():
+    """After a change: python -m kvcompile.export.table examples/checkpoint, into docs/exports.md."""
+    text = (Path(__file__).parents[1] / "docs" / "exports.md").read_text("utf-8")
+    table = text.partition("<!-- table: begin -->\n")[2].partition("<!-- table: end -->")[0]
+    assert table == support_table(EXAMPLE)

@@ -127,7 +127,8 @@ def _weights(a: Checkpoint, b: Checkpoint) -> Iterator[Change]:
         if name in a and name in b:
             yield from _tensor("weights", name, a.load(name), b.load(name))
         else:
-            yield Change("weights", name, *(_described(x.load(name) if name in x else None) for x in (a, b)))
+            left, right = (_described(side.load(name) if name in side else None) for side in (a, b))
+            yield Change("weights", name, left, right)
 
 
 def _tensor(part: str, name: str, a: Tensor, b: Tensor) -> Iterator[Change]:

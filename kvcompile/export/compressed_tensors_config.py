@@ -62,7 +62,10 @@ class CompressedTensorsTarget:
                 places = [(f"{module}.v_proj", "weight_output", False), (f"{module}.o_proj", "weight_input", True)]
                 groups[f"R2_{layer.index}"] = _group(_block(scheme.value.rotation, layer), places)
         if not groups:
-            raise ExportError("the folded weights are all that there is to hand over; use --to plain")
+            raise ExportError(
+                "no rotation is applied online, the folded weights are all there is; use --to plain, or --source to hand over "
+                "the unfolded ones"
+            )
         config = {
             "quant_method": "compressed-tensors",
             "format": "dense",

@@ -54,8 +54,8 @@ class GgufTarget:
             matrices |= _matrices(artifact, layer, source is not None)
         if not matrices:
             raise ExportError(
-                f"no rotation of {artifact.directory} is applied online: the folded weights are all there is; use --to plain, "
-                "or --source to hand over the unfolded ones"
+                "no rotation is applied online, the folded weights are all there is; use --to plain, or --source to hand over "
+                "the unfolded ones"
             )
         online = any(".attn_v_rot" in name for name in matrices)
         folded = not online and any(x.value and x.value.rotation for x in manifest.compiled)

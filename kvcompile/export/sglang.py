@@ -89,13 +89,11 @@ class SglangTarget:
                 f"windows: {sink} prefix and {recent} recent tokens in BF16",
             ),
             approximated=tuple(_approximations(manifest, ratios, cost, (sink, recent) != (window.sink, window.recent))),
-            refused=(
-                "eigenvalues: an artifact does not keep those that a rotation was solved from; the files have no such field",
-            ),
             lines=(
                 f"`./{LAUNCH}` starts the server with `{ENVIRONMENT}` on {weights}, or on the model given as its argument.",
                 "",
-                "The rotation files belong to these weights alone: with others, values are rotated twice or not at all.",
+                "The rotation files belong to these weights alone: with others, values are rotated twice or not at all. They",
+                "have no `eigenvalues`, because an artifact does not keep those that a rotation was solved from.",
             ),
         )
 

@@ -51,10 +51,10 @@ class ImportedRotations:
             )
         for layer in inventory.compiled:
             for half, row in scheme.layer(layer.index).rows():
-                if isinstance(row.rotation, Identity) or getattr(row.rotation, "balance", 0):
-                    kind = "has none" if isinstance(row.rotation, Identity) else "is balanced, not orthogonal"
+                if isinstance(row.rotation, Identity) or getattr(row.rotation, "balance", 0.0):
+                    wrong = "has none" if isinstance(row.rotation, Identity) else "is balanced, not orthogonal"
                     raise SchemeError(
-                        f"scheme {scheme.name} cannot take imported rotations: its {half}.rotation {kind}; "
+                        f"scheme {scheme.name} cannot take imported rotations: its {half}.rotation {wrong}; "
                         "use one such as oscar-int2"
                     )
                 self._check_layer(half, layer)
