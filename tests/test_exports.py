@@ -113,6 +113,22 @@ def test_refusals(arguments: tuple[str, ...], said: str, converted: Path, tmp_pa
     assert said in refuse(capsys, "export", converted, *arguments, "-o", tmp_path / "x")
 
 
+def test_a_source_that_would_be_ignored_is_refused(converted: Path, tmp_path: Path):
+    with pytest.raises(ExportError, match="hands over the artifact's own weights; leave out --source"):
+        export(converted, "plain", tmp_path / "x", source=EXAMPLE)
+
+
+@pytest.mark.shared
+def test_qwen3_32m(shared: Path, tmp_path: Path):
+    model = shared / "models" / "qwen3-32m"
+    kvcompile.convert(model, tmp_path / "out", "quarot-int2")
+    export(tmp_path / "out", "plain", tmp_path / "plain")
+    assert kvcompile.diff(tmp_path / "out", model).same
+    ids = torch.arange(200) * 7 % 4096
+    ours, source = (logits_of(AutoModelForCausalLM.from_pretrained(path), ids) for path in (tmp_path / "plain", model))
+    assert compare_logits(source, ours).kl < KL_TOLERANCE
+
+
 @pytest.mark.parametrize("arguments", [(), ("out",), ("out", "--to", "plain"), ("out", "--option", "name")])
 def test_wrong_usage(arguments: tuple[str, ...], capsys: Capsys):
     assert run(capsys, "export", *arguments).code == 2

@@ -243,6 +243,15 @@ def test_on_the_hub_the_sidecar_is_fetched_too(tagged: Path, tmp_path: Path, mon
         quantizer.open_tagged(model, None)
 
 
+@pytest.mark.shared
+def test_qwen3_32m(shared: Path, tmp_path: Path):
+    kvcompile.convert(shared / "models" / "qwen3-32m", tmp_path / "out", "quarot-int2")
+    export(tmp_path / "out", "transformers", tmp_path / "view")
+    model, (ours, _) = AutoModelForCausalLM.from_pretrained(tmp_path / "view"), kvcompile.load(tmp_path / "out")
+    made = [m.generate(IDS, max_new_tokens=4, do_sample=False) for m in (model, ours)]
+    assert torch.equal(*made)
+
+
 def test_overlays_cannot_be_tagged(tmp_path: Path):
     kvcompile.convert(EXAMPLE, tmp_path / "out", "quarot-int2", weights="overlay")
     with pytest.raises(ExportError, match="convert with --weights fold"):

@@ -72,6 +72,8 @@ def export(
     if folder.exists() or folder.is_symlink():
         raise ExportError(f"{folder} already exists; choose another path for the export")
     artifact = open_artifact(out, source)
+    if source is not None and "source" not in known and artifact.manifest.weights.mode == "fold":
+        raise ExportError(f"export to {target} hands over the artifact's own weights; leave out --source")
     if reason := view.refuse(artifact):
         raise ExportError(f"{out} cannot be exported to {target}: {reason}")
     artifact.check_projections()

@@ -51,7 +51,7 @@ class ImportedRotations:
             )
         for layer in inventory.compiled:
             for half, row in scheme.layer(layer.index).rows():
-                if isinstance(row.rotation, Identity) or getattr(row.rotation, "balance", 0.0):
+                if isinstance(row.rotation, Identity) or bool(getattr(row.rotation, "balance", 0)):
                     wrong = "has none" if isinstance(row.rotation, Identity) else "is balanced, not orthogonal"
                     raise SchemeError(
                         f"scheme {scheme.name} cannot take imported rotations: its {half}.rotation {wrong}; "
