@@ -34,17 +34,25 @@ class Producer(Record):
     transformers: str
 
 
+class License(Record):
+    """The licence fields of the source's model card, as far as it has them."""
+
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+
+
 class Source(Record):
     """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay).
 
-    `license` holds license, license_name and license_link of the source's model card, as far as it has them.
+    `license` is None where the source's model card says nothing.
     """
 
     name: str
     model_type: str
     architecture: str
     path: str | None = None
-    license: dict[str, str] | None = None
+    license: License | None = None
 
 
 class Weights(Record):

@@ -29,7 +29,7 @@ def model_card(manifest: Manifest) -> str:
         if overlay
         else "folded: also a plain Hugging Face checkpoint with unchanged outputs"
     )
-    licence = "".join(f"{field}: {json.dumps(value)}\n" for field, value in (manifest.source.license or {}).items())
+    licence = "".join(f"{field}: {json.dumps(value)}\n" for field, value in manifest.source.license or () if value)
     bases = sorted({f"{row.bits}-bit" for x in manifest.compiled for row in (x.key, x.value) if row})
     tags = ["kvcompile", "kv-cache", "kv-cache-quantization", manifest.scheme.name, manifest.source.model_type, *bases]
     head = f"""---
