@@ -14,6 +14,9 @@ from kvcompile.models.loading import resolve_config
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 
+OUR_TAG = "kvcompile"
+"""The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -90,8 +93,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
     if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
         raise _refusal(checkpoint, model_type)
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
+    quantization = raw.get("quantization_config")
+    method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
+    if quantization and method != OUR_TAG:
         raise UnsupportedArchitectureError(
             f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by "
             "this version; convert the unquantized checkpoint"
