@@ -2,8 +2,13 @@
 
 from typing import NamedTuple
 
-from benchmarks.gpu import DEVICE
-from kvcompile.evaluate.uncalibrated import Shape
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu import DEVICE, rows
+from kvcompile.codec import LayerCache
+from kvcompile.evaluate.uncalibrated import Shape, fill_pages, geometry_of
+from kvcompile.runtime.plan import LayerPlan
 from kvcompile.scheme import Scheme, load_scheme
 
 ATTEND, STEP = "attend", "append + attend"
@@ -85,3 +90,21 @@ def scheme_of(name: str) -> Scheme:
     """The scheme behind a format's name, with the windows of the benchmark."""
     scheme, *overrides = FORMATS[name]
     return load_scheme(scheme, [*overrides, "window.sink=64", "window.recent=256"])
+
+
+def random_layers(scheme: Scheme, plan: LayerPlan, case: Case) -> tuple[list[LayerCache], int]:
+    """Layers with buffers of their own, pages scattered over each pool, and the bytes that attention reads of one."""
+    geometry = geometry_of(scheme, case.shape)
+    pages = geometry.full_pages(case.context)
+    tokens = case.context - pages * geometry.block
+    nbytes = case.batch * case.kv_heads * (pages * geometry.page_bytes + 4 * case.head_dim * tokens)
+    layers = []
+    for _ in range(gpu.copies(nbytes)):
+        pool = torch.empty(case.batch * pages + 1, case.kv_heads, geometry.page_bytes, dtype=torch.uint8, device=DEVICE)
+        fill_pages(pool, plan.storage)
+        table = torch.randperm(len(pool), device=DEVICE)[: case.batch * pages].int().view(case.batch, pages)
+        counts = (torch.full((case.batch,), n, dtype=torch.int32, device=DEVICE) for n in (pages, case.context))
+        windows = (rows(case.batch, case.kv_heads, n, case.head_dim) for n in (geometry.sink, geometry.ring))
+        sinks, rings = ((x, torch.randn_like(x)) for x in windows)
+        layers.append(LayerCache(plan.storage.fmt, pool, table, *counts, *sinks, *rings, plan.storage.tables))
+    return layers, nbytes

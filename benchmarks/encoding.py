@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks import gpu
-from benchmarks.cases import CUDNN, FLASH, Case
+from benchmarks.cases import CUDNN, FLASH, Case, random_layers
 from benchmarks.gpu import DEVICE, Call, rows
+from kvcompile.codec import attend_chunk
 from kvcompile.evaluate.uncalibrated import geometry_of, random_plan
+from kvcompile.kernels import triton_history
 from kvcompile.runtime.backend import TritonBackend
 from kvcompile.runtime.plan import LayerPlan
 from kvcompile.scheme import Scheme, load_scheme
 
 PREFILL, DEMOTED_LAYERS, DEMOTED_ROWS = (32768, 36, 32) if DEVICE == "cuda" else (256, 2, 2)
+CHUNK = 2048 if DEVICE == "cuda" else 32
 
 
 def schemes() -> dict[str, Scheme]:
@@ -70,6 +74,30 @@ def writer(plan: LayerPlan, k_BKTD: Tensor, v_BKTD: Tensor, prepare: bool) -> Ca
         backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_PKX, ids_N)
 
     return write
+
+
+def measure_chunk(case: Case) -> Iterator[dict[str, Any]]:
+    """Rows of the CSV: a chunk on a quantized history of one layer, and the same on BF16 rows. Eager: lengths are read."""
+    scheme, scaling = load_scheme("kvc-int2"), case.head_dim**-0.5
+    plan = random_plan(scheme, case.shape, torch.device(DEVICE))
+    layers, _ = random_layers(scheme, plan, case._replace(batch=1, context=PREFILL))
+    q_HTD, k_KTD, v_KTD = (rows(n, CHUNK, case.head_dim) for n in (case.heads, case.kv_heads, case.kv_heads))
+    dense = [rows(1, case.kv_heads, PREFILL + CHUNK, case.head_dim) for _ in "kv"]
+    visible = causal_lower_right(CHUNK, PREFILL + CHUNK)
+    contenders: dict[str, Call] = {
+        "history": lambda: triton_history.history_rows(layers[0], 0, CHUNK),
+        "chunk": lambda: triton_history.attend_chunk(q_HTD, k_KTD, v_KTD, layers[0], 0, scaling),
+        "chunk, codec in torch": lambda: attend_chunk(q_HTD, k_KTD, v_KTD, layers[0], 0, scaling),
+        "chunk on BF16 rows": lambda: torch.nn.functional.scaled_dot_product_attention(
+            q_HTD[None], *dense, visible, scale=scaling, enable_gqa=True
+        ),
+    }
+    for name, call in contenders.items():
+        call()
+        us = sorted(gpu.elapsed_us(call, 3) for _ in range(5))[2]
+        what = f"{name}: {CHUNK} tokens on {PREFILL}"
+        print(f"    {what:60} {us:10.1f} us", flush=True)
+        yield {"shape": "chunk", **case._asdict(), "batch": 1, "context": PREFILL, "what": what, "us": us}
 
 
 def measure_demotion(case: Case) -> Iterator[dict[str, Any]]:

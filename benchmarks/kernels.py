@@ -39,17 +39,16 @@ from benchmarks.cases import (
     STEP,
     SWEEP,
     Case,
+    random_layers,
     scheme_of,
 )
-from benchmarks.encoding import measure_demotion, measure_prefill
+from benchmarks.encoding import measure_chunk, measure_demotion, measure_prefill
 from benchmarks.gpu import DEVICE, Call, rows
 from benchmarks.report import markdown
 from kvcompile.codec import LayerCache
-from kvcompile.evaluate.uncalibrated import fill_pages, geometry_of, page_format, random_plan
+from kvcompile.evaluate.uncalibrated import page_format, random_plan
 from kvcompile.kernels import triton_decode
 from kvcompile.runtime.backend import TritonBackend
-from kvcompile.runtime.plan import LayerPlan
-from kvcompile.scheme import Scheme
 
 SDPA = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
@@ -64,24 +63,6 @@ class Contender:
     format: str = ""
     error: float | None = None
     error_bf16: float | None = None
-
-
-def random_layers(scheme: Scheme, plan: LayerPlan, case: Case) -> tuple[list[LayerCache], int]:
-    """Layers with buffers of their own, pages scattered over each pool, and the bytes that attention reads of one."""
-    geometry = geometry_of(scheme, case.shape)
-    pages = geometry.full_pages(case.context)
-    tokens = case.context - pages * geometry.block
-    nbytes = case.batch * case.kv_heads * (pages * geometry.page_bytes + 4 * case.head_dim * tokens)
-    layers = []
-    for _ in range(gpu.copies(nbytes)):
-        pool = torch.empty(case.batch * pages + 1, case.kv_heads, geometry.page_bytes, dtype=torch.uint8, device=DEVICE)
-        fill_pages(pool, plan.storage)
-        table = torch.randperm(len(pool), device=DEVICE)[: case.batch * pages].int().view(case.batch, pages)
-        counts = (torch.full((case.batch,), n, dtype=torch.int32, device=DEVICE) for n in (pages, case.context))
-        windows = (rows(case.batch, case.kv_heads, n, case.head_dim) for n in (geometry.sink, geometry.ring))
-        sinks, rings = ((x, torch.randn_like(x)) for x in windows)
-        layers.append(LayerCache(plan.storage.fmt, pool, table, *counts, *sinks, *rings, plan.storage.tables))
-    return layers, nbytes
 
 
 def packed_contenders(name: str, case: Case) -> list[Contender]:
@@ -275,7 +256,8 @@ def main() -> None:
         save(measure_case(name, CASES[name].here(), formats, options.quick))
     if not options.quick:
         print("encoding", flush=True)
-        save([*measure_prefill(CASES["B"].here()), *measure_demotion(CASES["B"].here())])
+        case = CASES["B"].here()
+        save([*measure_prefill(case), *measure_chunk(case), *measure_demotion(case)])
         for name, case in SWEEP.items():
             print(f"{name}", flush=True)
             save(measure_case(name, case.here(), ["kvc"], quick=True))

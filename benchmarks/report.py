@@ -77,6 +77,10 @@ def markdown(found: Sequence[dict[str, Any]], bandwidth: float) -> str:
         body = [[r["what"], us(r), f"{r['us'] / best:.1%}"] for r in prefill]
         lines += [f"## Encoding {PREFILL} tokens of one layer", "", "At most 10 % of the layer's prefill attention.", "",
                   *gpu.table(["what", "us", "of the best attention"], body), ""]  # fmt: skip
+    chunks = [r for r in found if r["shape"] == "chunk"]
+    if chunks:
+        body = [[r["what"], us(r)] for r in chunks]
+        lines += ["## A chunk on a stored history, one layer", "", *gpu.table(["what", "us"], body), ""]
     demotions = [r for r in found if r["shape"] == "demotion"]
     if demotions:
         step = get("B", STEP, "kvc")

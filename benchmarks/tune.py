@@ -2,22 +2,23 @@
 
     python -m benchmarks.tune --out FILE [--shapes A,B,C,D,E]
 
-For every shape and format: how many registers, how many programs, and how many of them for the windows. Times are of `attend`
-alone: graph replay over caches that L2 does not hold. `kvcompile/kernels/configs.json` is made from these by hand.
+For every shape and format: how many programs, how many of them for the windows, then, at the best of these, tokens of a step,
+stages of the pipeline and registers, then programs again. Times are of `attend` alone: graph replay over caches that L2 does not
+hold. `kvcompile/kernels/decode_configs.json` is made from these by hand.
 """
 
 import argparse
 import itertools
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
-from benchmarks.gpu_check import decode_errors, microseconds
+from benchmarks.gpu import decode_errors, microseconds
 from kvcompile.codec import LayerCache, PageFormat, RowFormat
 from kvcompile.kernels.triton_decode import DecodeConfig, attend
 
@@ -33,7 +34,7 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
     "H": (18, 100352, 32, 8, 128),
 }
 L2_BYTES = 60 << 20
-REGISTERS = (128, 168, 208)
+VARIANTS = tuple(itertools.product((64, 128), (2, 3, 4), (128, 168, 208, 255)))  # page_tile, num_stages, max_registers
 PROGRAMS = (6, 7.7, 9.6, 11.6, 13.5, 15.5, 23, 31)  # per SM
 
 
@@ -126,9 +127,16 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
 
     share = 0.13 * 8192 / context
     few = format_name != "int2"
-    for registers, programs in itertools.product(REGISTERS, PROGRAMS[1:6:2] if few else PROGRAMS):
+    for programs in PROGRAMS[1:6:2] if few else PROGRAMS:
         for factor in (1.0,) if few else (0.5, 1.0, 2.0):
-            measure(divided(programs, share * factor, max_registers=registers))
+            measure(divided(programs, share * factor, max_registers=168))
+    best = min(results, key=lambda x: x[0])[1]
+    for tile, stages, registers in VARIANTS:
+        measure(replace(best, page_tile=tile, num_stages=stages, max_registers=registers))
+    best = min(results, key=lambda x: x[0])[1]
+    for programs in PROGRAMS:
+        splits = divided(programs, share)
+        measure(replace(best, page_splits=splits.page_splits, window_splits=splits.window_splits))
     us, config = min(results, key=lambda x: x[0])
     rows_checked = sorted({0, batch - 1})
     scaling = head_dim**-0.5

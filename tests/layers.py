@@ -1,5 +1,7 @@
 """Random layers of a packed cache."""
 
+from dataclasses import replace
+
 import torch
 
 from kvcompile.codec import LayerCache, PageFormat, PageTables, RowFormat, RowTables, encode_pages, feedback_factor
@@ -54,3 +56,9 @@ def random_layer(
         *(rows(batch, num_kv_heads, slots).bfloat16() for slots in (sink, sink, ring, ring)),
         tables,
     )
+
+
+def on_device(layer: LayerCache) -> LayerCache:
+    """The layer on the GPU, where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return replace(layer, **{name: x.to(device) for name, x in vars(layer).items() if isinstance(x, torch.Tensor)})

@@ -18,15 +18,10 @@ from kvcompile.codec import LayerCache, PageFormat, RowFormat, attend_layer, enc
 from kvcompile.kernels.decode_config import DecodeConfig, choose_config
 from kvcompile.kernels.triton_decode import attend, supports
 from tests.compiled import compile_for_hopper, loops, opcode
-from tests.layers import random_layer
+from tests.layers import on_device, random_layer
 
 TOLERANCE = 3e-4  # relative error of a head's output against float64 on the same codes
 LSE_TOLERANCE = 3e-4  # error of the log of the softmax denominator, relative to its size where that is above 1
-
-
-def on_device(layer: LayerCache) -> LayerCache:
-    tensors = {name: x.to(DEVICE) for name, x in vars(layer).items() if isinstance(x, torch.Tensor)}
-    return replace(layer, **tensors)
 
 
 def attend_exactly(q: torch.Tensor, layer: LayerCache, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

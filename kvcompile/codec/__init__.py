@@ -1,7 +1,7 @@
 """The normative codec in plain torch. A kernel, a cache or an export is right when it agrees with this package."""
 
 from kvcompile.codec.feedback import feedback_codes, feedback_factor
-from kvcompile.codec.layer import LayerCache, attend_layer
+from kvcompile.codec.layer import LayerCache, attend_chunk, attend_layer
 from kvcompile.codec.packing import pack_codes, unpack_codes
 from kvcompile.codec.page import (
     NO_PAGE_TABLES,
@@ -32,6 +32,7 @@ __all__ = [
     "QuantizedRows",
     "RowFormat",
     "RowTables",
+    "attend_chunk",
     "attend_layer",
     "clip_rows",
     "decode_pages",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvcompile.codec.page import NO_PAGE_TABLES, PageFormat, PageTables, decode_pages
 
@@ -31,24 +33,25 @@ class LayerCache:
     recent_v_BKWD: Tensor
     tables: PageTables = NO_PAGE_TABLES
 
+    def window_slots(self, row: int) -> tuple[Tensor, Tensor]:
+        """Sink slots and ring slots of a batch row's tokens, int64, each in order of position."""
+        num_tokens, device = int(self.num_tokens_B[row]), self.num_tokens_B.device
+        num_sink = min(num_tokens, self.sink_k_BKSD.shape[2])
+        first = self.fmt.tokens * int(self.num_pages_B[row])
+        history = torch.arange(first, max(num_tokens - num_sink, first), device=device)
+        return torch.arange(num_sink, device=device), history % max(self.recent_k_BKWD.shape[2], 1)
+
     def dense_row(self, row: int) -> tuple[Tensor, Tensor]:
         """All keys and values of one batch row in order of position, decoded, float32 ``[K, n, D]`` each."""
-        num_tokens, num_pages = int(self.num_tokens_B[row]), int(self.num_pages_B[row])
-        num_sink = min(num_tokens, self.sink_k_BKSD.shape[2])
-        ids = self.table_BN[row, :num_pages].long()
+        ids, (sink, ring) = self.table_BN[row, : int(self.num_pages_B[row])].long(), self.window_slots(row)
         k_NKTD, v_NKTD = decode_pages(self.pages_PKX[ids], self.fmt, self.tables)
-        first = self.fmt.tokens * num_pages
-        slots = torch.arange(first, max(num_tokens - num_sink, first), device=ids.device) % self.recent_k_BKWD.shape[2]
-        k = [
-            self.sink_k_BKSD[row, :, :num_sink],
-            k_NKTD.transpose(0, 1).flatten(1, 2),
-            self.recent_k_BKWD[row][:, slots],
-        ]
-        v = [
-            self.sink_v_BKSD[row, :, :num_sink],
-            v_NKTD.transpose(0, 1).flatten(1, 2),
-            self.recent_v_BKWD[row][:, slots],
-        ]
+        k, v = (
+            [sink_BKSD[row, :, sink], pages_NKTD.transpose(0, 1).flatten(1, 2), recent_BKWD[row, :, ring]]
+            for sink_BKSD, pages_NKTD, recent_BKWD in (
+                (self.sink_k_BKSD, k_NKTD, self.recent_k_BKWD),
+                (self.sink_v_BKSD, v_NKTD, self.recent_v_BKWD),
+            )
+        )
         return torch.cat([x.float() for x in k], dim=1), torch.cat([x.float() for x in v], dim=1)
 
 
@@ -75,3 +78,17 @@ def attend_layer(
             out_BHD[row] = (logits_KGT.softmax(dim=-1) @ v_KTD).flatten(0, 1)
             lse_BH[row] = logits_KGT.logsumexp(dim=-1).flatten()
     return out_BHD, lse_BH
+
+
+def attend_chunk(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, layer: LayerCache, row: int, scaling: float) -> Tensor:
+    """Attention of T new tokens of a row over all that it holds and, causally, over one another; float32 ``[H, T, D]``.
+
+    Queries, keys and values are in the stored basis.
+    """
+    history_k_KTD, history_v_KTD = layer.dense_row(row)
+    k_KTD, v_KTD = torch.cat([history_k_KTD, k_KTD.float()], dim=1), torch.cat([history_v_KTD, v_KTD.float()], dim=1)
+    visible = causal_lower_right(q_HTD.shape[1], k_KTD.shape[1])
+    out_1HTD = scaled_dot_product_attention(
+        q_HTD[None].float(), k_KTD[None], v_KTD[None], visible, scale=scaling, enable_gqa=True
+    )
+    return out_1HTD[0]

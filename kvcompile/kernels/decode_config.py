@@ -44,6 +44,8 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
     return DecodeConfig(
         page_splits=max(1, min(splits - windows, max(columns, 1))),
         window_splits=windows,
+        page_tile=best.get("page_tile", DecodeConfig.page_tile),
+        num_stages=best.get("num_stages", DecodeConfig.num_stages),
         max_registers=best["max_registers"],
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from kvcompile.codec import LayerCache, PageFormat, PageTables, attend_layer, encode_pages
+from kvcompile.codec import LayerCache, PageFormat, PageTables, attend_chunk, attend_layer, encode_pages
 from kvcompile.errors import CacheError
 
 if TYPE_CHECKING:
@@ -69,6 +69,14 @@ class Backend(Protocol):
         """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``.
 
         `softcap` and `shift_BH` as in `kvcompile.codec.attend_layer`; no kernel caps logits, so the codec does it.
+        """
+
+    def attend_chunk(
+        self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, layer: LayerCache, row: int, scaling: float
+    ) -> Tensor:
+        """Attention of T new tokens of a batch row over what it holds and, causally, over one another.
+
+        Float32 ``[H, T, D]``; all in the stored basis.
         """
 
 
@@ -135,6 +143,12 @@ class CodecBackend:
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         return attend_layer(q_BHD, layer, scaling, softcap, shift_BH)
+
+    def attend_chunk(
+        self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, layer: LayerCache, row: int, scaling: float
+    ) -> Tensor:
+        """See `Backend.attend_chunk`."""
+        return attend_chunk(q_HTD, k_KTD, v_KTD, layer, row, scaling)
 
 
 class CpuBackend(CodecBackend):
@@ -246,6 +260,16 @@ class TritonBackend(CodecBackend):
         if softcap is not None or not triton_decode.supports(layer.fmt):
             return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
         return triton_decode.attend(q_BHD, layer, scaling)
+
+    def attend_chunk(
+        self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, layer: LayerCache, row: int, scaling: float
+    ) -> Tensor:
+        """See `Backend.attend_chunk`: PyTorch's attention in bfloat16 over the history that a kernel has decoded."""
+        from kvcompile.kernels import triton_history
+
+        if not triton_history.supports(layer.fmt):
+            return super().attend_chunk(q_HTD, k_KTD, v_KTD, layer, row, scaling)
+        return triton_history.attend_chunk(q_HTD, k_KTD, v_KTD, layer, row, scaling)
 
     def _coding(self, layers: Sequence["Storage"], device: torch.device) -> "LayerCoding | None":
         """How these layers are written together, made once; None where they cannot be."""

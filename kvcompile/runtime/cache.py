@@ -171,25 +171,25 @@ class PackedLayer(CacheLayerMixin):
         stored = self.store.layer(self.position)
         for row, kept in enumerate(self.store.kept):
             columns = slice(None) if kept is None else kept
-            q_KXD = q_BHTD[row, :, columns].float().unflatten(0, (k_BKTD.shape[1], -1)).flatten(1, 2)
-            history_k, history_v = stored.dense_row(row)
-            k_KTD = torch.cat([history_k, k_BKTD[row, :, columns].float()], dim=1)
-            v_KTD = torch.cat([history_v, v_BKTD[row, :, columns].float()], dim=1)
-            new, total = k_KTD.shape[1] - history_k.shape[1], k_KTD.shape[1]
+            q_HTD, k_KTD, v_KTD = (x[row, :, columns] for x in (q_BHTD, k_BKTD, v_BKTD))
+            new = k_KTD.shape[1]
+            if self.plan.storage.correction is None and softmax.plain:
+                out_BHTD[row, :, columns] = self.backend.attend_chunk(q_HTD, k_KTD, v_KTD, stored, row, softmax.scaling)
+                continue
+            q_KXD = q_HTD.float().unflatten(0, (len(k_KTD), -1)).flatten(1, 2)
+            k_KTD, v_KTD = (
+                torch.cat([history, x.float()], dim=1)
+                for history, x in zip(stored.dense_row(row), (k_KTD, v_KTD), strict=True)
+            )
+            if not softmax.plain and self.plan.key_mean is not None:  # a plain softmax does not notice the mean
+                k_KTD = k_KTD + self.plan.key_mean[:, None]
+            total = k_KTD.shape[1]
             visible_nT = torch.ones(new, total, dtype=torch.bool, device=q_KXD.device).tril(total - new)
             visible_XT = visible_nT.repeat(q_BHTD.shape[1] // k_BKTD.shape[1], 1)
-            if self.plan.storage.correction is None and softmax.plain:
-                out_KXD = nn.functional.scaled_dot_product_attention(
-                    q_KXD[None], k_KTD[None], v_KTD[None], visible_XT, scale=softmax.scaling
-                )[0]
-            else:
-                if not softmax.plain and self.plan.key_mean is not None:  # a plain softmax does not notice the mean
-                    k_KTD = k_KTD + self.plan.key_mean[:, None]
-                logits_KXT = softmax.logits(q_KXD @ k_KTD.mT).masked_fill_(~visible_XT, -torch.inf)
-                lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).reshape(-1, new)
-                tokens_BT[row, columns] = visible_nT.sum(dim=1).float()
-                out_KXD = logits_KXT.softmax(dim=-1) @ v_KTD
-            out_BHTD[row, :, columns] = out_KXD.reshape(-1, new, q_BHTD.shape[-1])
+            logits_KXT = softmax.logits(q_KXD @ k_KTD.mT).masked_fill_(~visible_XT, -torch.inf)
+            lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).reshape(-1, new)
+            tokens_BT[row, columns] = visible_nT.sum(dim=1).float()
+            out_BHTD[row, :, columns] = (logits_KXT.softmax(dim=-1) @ v_KTD).reshape(-1, new, q_BHTD.shape[-1])
         return self._correct(out_BHTD, lse_BHT, tokens_BT, q_BHTD), lse_BHT
 
     def _correct(self, out_BHTD: Tensor, lse_BHT: Tensor, tokens_BT: Tensor, q_BHTD: Tensor) -> Tensor:
