@@ -222,16 +222,19 @@ def _attend_pages(
             l_TG = l_TG * old_G[None, :] + (tl.sum(p_TG, axis=0)[None, :] if APART == 1 else p_TG)
             m_G = new_m_G
 
+            metas = (tl.load(meta_ptr + V_META // 4 + meta_place_T),)
+            largest_T = _scale_of(metas[0])
+            for group in tl.static_range(1, D // V_GROUP):
+                metas = metas + (tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T),)
+                largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
+            p_unit_G = tl.maximum(tl.max(p_TG * largest_T[:, None], axis=0), _SMALLEST) / _FIXED  # of all groups
+            p_inverse_G = 1.0 / p_unit_G
             p_pairs = ()
-            units = ()
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
-                meta_T = tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T)
-                ps_TG = p_TG * _scale_of(meta_T)[:, None]
-                p_unit_G = tl.maximum(tl.max(ps_TG, axis=0), _SMALLEST) / _FIXED
-                p_pairs = p_pairs + (fixed_pairs(ps_TG, (1.0 / p_unit_G)[None, :], T, PG),)
-                units = units + (p_unit_G,)
-                offset_TG = ps_TG * _zero_of(meta_T)[:, None]
+                ps_TG = p_TG * _scale_of(metas[group])[:, None]
+                p_pairs = p_pairs + (fixed_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
+                offset_TG = ps_TG * _zero_of(metas[group])[:, None]
                 if V_APART == 1:
                     offset_TG = tl.sum(offset_TG, axis=0)[None, :]
                 new_offsets = new_offsets + (offsets[group] * old_G[None, :] + offset_TG,)
@@ -243,7 +246,7 @@ def _attend_pages(
                 for group in tl.static_range(D // V_GROUP):
                     if _meet(i, group, V_BYTES, V_GROUP):
                         o_CR = tl.dot(v_codes_CT, p_pairs[group], out_dtype=tl.int32)
-                        o_CG = join_fixed(o_CR, V_CHUNK, PG) * units[group][None, :]
+                        o_CG = join_fixed(o_CR, V_CHUNK, PG) * p_unit_G[None, :]
                         if V_GROUP % V_BYTES != 0:
                             member_C = (i * V_BYTES + vc) // V_GROUP == group
                             o_CG = tl.where(member_C[:, None], o_CG, 0.0)
