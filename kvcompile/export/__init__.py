@@ -1,0 +1,1 @@
+"""Handing an artifact to other software: one target per file, each right or refusing."""

@@ -1,0 +1,76 @@
+"""Reading and extending a cache; docs/manifest.md, "Which token is where" and "Rotations and means".
+
+Shapes: B batch rows, K KV heads, G query heads per KV head, H = K G, D head_dim, S sink slots, W ring slots (at least 1),
+P pages in the pool, N columns of the page table, X page bytes, T tokens of a page, V = S + N T + W slots in all.
+"""
+
+from kvcompile.export.onnx.functions.opset import INT64, NEGATIVE_INFINITY, Bool, Byte, Float, Int, op, spec
+
+
+@spec
+def Visible(num_tokens_B: Int, num_pages_B: Int, table_BN: Int, sink_BKSD: Float, ring_BKWD: Float, page: int) -> Bool:
+    """Which slots ``[B, V]`` hold tokens: the sink's, then the pages', then the ring's. `page` is T; lengths are int32."""
+    tokens, pages = op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1]), op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1])
+    sink, ring = op.Squeeze(op.Shape(sink_BKSD, start=2, end=3)), op.Squeeze(op.Shape(ring_BKWD, start=2, end=3))
+    paged = pages * op.Constant(value_int=page)
+    slots = op.Squeeze(op.Shape(table_BN, start=1)) * op.Constant(value_int=page)
+    waiting = tokens - op.Min(tokens, sink) - paged
+    behind = op.Mod(op.Range(0, ring, 1) - paged, ring)  # how many slots after the oldest token of the ring
+    return op.Concat(op.Range(0, sink, 1) < tokens, op.Range(0, slots, 1) < paged, behind < waiting, axis=1)
+
+
+@spec
+def GatherPages(pages_PKX: Byte, table_BN: Int, num_pages_B: Int) -> Byte:
+    """Pages uint8 ``[B N, K, X]`` of all rows in order of age; columns past a row's count, which are undefined, read page 0."""
+    columns = op.Range(0, op.Squeeze(op.Shape(table_BN, start=1)), 1)
+    known = columns < op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1])
+    ids = op.Where(known, op.Cast(table_BN, to=INT64), 0)
+    return op.Gather(pages_PKX, op.Reshape(ids, [-1]), axis=0)
+
+
+@spec
+def PagesOfRows(x_MKTD: Float, table_BN: Int) -> Float:
+    """Decoded pages ``[B N, K, T, D]`` as the tokens of their rows: ``[B, K, N T, D]``."""
+    batch, columns = op.Shape(table_BN, start=0, end=1), op.Shape(table_BN, start=1)
+    heads, tokens = op.Shape(x_MKTD, start=1, end=2), op.Shape(x_MKTD, start=2, end=3)
+    apart = op.Concat(op.Shape(table_BN), op.Shape(x_MKTD, start=1), axis=0)
+    together = op.Concat(batch, heads, columns * tokens, op.Shape(x_MKTD, start=3), axis=0)
+    x_BKNTD = op.Transpose(op.Reshape(x_MKTD, apart, allowzero=1), perm=[0, 2, 1, 3, 4])
+    return op.Reshape(x_BKNTD, together, allowzero=1)
+
+
+@spec
+def Attend(q_BHD: Float, k_BKVD: Float, v_BKVD: Float, visible_BV: Bool, scaling: Float) -> tuple[Float, Float]:
+    """Attention of one token per row: output ``[B, H, D]``, log of the softmax denominator ``[B, H]``, both float32.
+
+    Slots that are not visible may hold anything. A row without tokens gives zeros and minus infinity.
+    """
+    kv = op.Shape(k_BKVD, start=1, end=2)
+    grouped = op.Concat(op.Shape(q_BHD, end=1), kv, op.Shape(q_BHD, start=1, end=2) / kv, op.Shape(q_BHD, start=2), axis=0)
+    logits_BKGV = op.MatMul(op.Reshape(q_BHD, grouped), op.Transpose(k_BKVD, perm=[0, 1, 3, 2])) * scaling
+    hidden = op.Constant(value_float=NEGATIVE_INFINITY)
+    logits_BKGV = op.Where(op.Unsqueeze(visible_BV, [1, 2]), logits_BKGV, hidden)
+    v_BKVD = op.Where(op.Unsqueeze(visible_BV, [1, 3]), v_BKVD, 0.0)
+    largest = op.Max(op.ReduceMax(logits_BKGV, [-1]), -3.0e38)
+    weights_BKGV = op.Exp(logits_BKGV - largest)
+    denominator = op.ReduceSum(weights_BKGV, [-1])
+    out_BKGD = op.MatMul(weights_BKGV, v_BKVD) / op.Max(denominator, 1e-30)
+    lse_BKG1 = op.Log(denominator) + largest
+    return op.Reshape(out_BKGD, op.Shape(q_BHD)), op.Reshape(lse_BKG1, op.Shape(q_BHD, end=2))
+
+
+@spec
+def AppendSink(sink_BKSD: Float, row_BKTD: Float, num_tokens_B: Int) -> Float:
+    """The sink with the new row (T = 1) of every sequence that has less than S tokens, in slot `num_tokens`."""
+    size = op.Squeeze(op.Shape(sink_BKSD, start=2, end=3))
+    here_BS = op.Range(0, size, 1) == op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1])
+    return op.Where(op.Unsqueeze(here_BS, [1, 3]), row_BKTD, sink_BKSD)
+
+
+@spec
+def AppendRing(ring_BKWD: Float, row_BKTD: Float, num_tokens_B: Int, sink_BKSD: Float) -> Float:
+    """The ring with the new row (T = 1) of every sequence whose sink is full, in slot ``(num_tokens - S) % W``."""
+    size = op.Squeeze(op.Shape(ring_BKWD, start=2, end=3))
+    history_B1 = op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1]) - op.Squeeze(op.Shape(sink_BKSD, start=2, end=3))
+    here_BW = op.And(op.Range(0, size, 1) == op.Mod(history_B1, size), history_B1 >= 0)
+    return op.Where(op.Unsqueeze(here_BW, [1, 3]), row_BKTD, ring_BKWD)
