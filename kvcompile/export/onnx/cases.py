@@ -1,7 +1,7 @@
 """Inputs of conformance cases: small, odd, and such that every right implementation gives the same bytes.
 
 What the format leaves open is the order of additions. So rows that are rotated have two entries that are not 0, powers of two:
-``x @ R`` is then one addition. And pages are drawn again until no norm, root mean square or nearest centroid is so close to
+``x @ R`` is then one addition. And rows are drawn again until no norm, root mean square or nearest centroid is so close to
 another that the order of additions could decide.
 """
 
@@ -39,7 +39,9 @@ def layer_cases(layer: Layer, seed: int = 0) -> dict[str, Arrays]:
     }
     cases["step"] = {**cases["attend"]}
     for half, name in (("key", "k"), ("value", "v")):
-        cases["step"][name] = draw.rows("key" if half == "key" else "value", len(cache["num_tokens"]), 1)[:, :, 0].numpy()
+        cases["step"][name] = draw.rows("key" if half == "key" else "value", len(cache["num_tokens"]), 1)[
+            :, :, 0
+        ].numpy()
     correction = layer.correction()
     if correction is not None:
         features = correction.key_KDF.shape[-1]
@@ -79,14 +81,20 @@ class Draw:
         return torch.zeros(*shape, dim).scatter_(-1, places, sizes * signs)
 
     def page_rows(self, half: Half, blocks: int = 2) -> Tensor:
-        """Rows of whole pages whose codes do not depend on the order of additions; the first token's are all 0."""
-        layer, tables = self.layer, self.layer.tables()
+        """Rows of whole pages whose codes do not depend on the order of additions, ties in other roundings among them."""
+        layer, tables, tokens = self.layer, self.layer.tables(), self.layer.fmt.tokens
+        x, channels = self.rows(half, blocks, tokens), torch.arange(layer.fmt.head_dim)
+        x[:, :, 0] = 0
+        if f"{half}.rotation" not in layer.tensors:
+            x[:, :, 1] = channels % 7 - 3.0  # codes half way between two
+            x[:, :, 2] = 1 + channels % 8 / 256  # half way between two BF16 numbers
         for _ in range(100):
-            x = self.rows(half, blocks, layer.fmt.tokens)
-            x[:, :, 0] = 0
-            if settled(store(layer, half, x).float(), layer.row(half), tables.key if half == "key" else tables.value):
+            stored = store(layer, half, x).float()
+            clear = settled(stored, layer.row(half), tables.key if half == "key" else tables.value)
+            if clear.all():
                 return x
-        raise AssertionError(f"no rows of {half}s whose norms or centroids are clear")
+            x = torch.where(clear[..., None], x, self.rows(half, blocks, tokens))
+        raise AssertionError(f"no rows of {half}s whose norms and centroids are clear")
 
     def cache(self, pages_NKX: np.ndarray) -> Arrays:
         """Four rows: empty, within the sink, no page yet, and every page; the pool is larger and out of order."""
@@ -109,20 +117,21 @@ class Draw:
         return cache
 
 
-def settled(rows: Tensor, fmt: RowFormat, tables: RowTables) -> bool:
-    """Whether no rounded sum in the coding of stored rows lies within the margin of a tie."""
-    low, high = (quantize_rows(rows * (1 + sign * MARGIN), fmt, tables) for sign in (-1, 1))
-    if low.norm is not None and high.norm is not None and not torch.equal(low.norm, high.norm):
-        return False
-    if fmt.zero_point == "none" and not torch.equal(low.scale, high.scale):
-        return False
-    if tables.centroids is None:
-        return True
-    x = rows.double() if low.norm is None else rows.double() / quantize_rows(rows, fmt, tables).norm.double()[..., None]
-    book = tables.centroids.double()
-    scores = x @ book.mT - book.square().sum(-1)[:, None] / 2
-    best = scores.topk(2, dim=-1).values
-    return bool((best[..., 0] - best[..., 1] > 32 * MARGIN * scores.abs().amax(-1)).all())
+def settled(rows_NKTD: Tensor, fmt: RowFormat, tables: RowTables) -> Tensor:
+    """Which stored rows, bool ``[N, K, T]``, have no rounded sum within the margin of a tie when they are coded."""
+    low, high = (quantize_rows(rows_NKTD * (1 + sign * MARGIN), fmt, tables) for sign in (-1, 1))
+    clear_NKT = torch.ones(rows_NKTD.shape[:-1], dtype=torch.bool)
+    if low.norm is not None and high.norm is not None:
+        clear_NKT &= low.norm == high.norm
+    if fmt.zero_point == "none":
+        clear_NKT &= (low.scale == high.scale).all(-1)
+    if tables.centroids is not None:
+        norm = quantize_rows(rows_NKTD, fmt, tables).norm
+        x = rows_NKTD.double() if norm is None else rows_NKTD.double() / norm.double()[..., None]
+        scores = x @ tables.centroids.double().mT - tables.centroids.double().square().sum(-1)[:, None] / 2
+        best = scores.topk(2, dim=-1).values
+        clear_NKT &= best[..., 0] - best[..., 1] > 32 * MARGIN * scores.abs().amax(-1)
+    return clear_NKT
 
 
 def with_answers(layer: Layer, cases: Mapping[str, Arrays]) -> dict[str, tuple[Arrays, Arrays]]:

@@ -55,7 +55,8 @@ class Layer:
     def tables(self) -> PageTables:
         """What the codec codes rows with."""
         key, value = (
-            RowTables(self.tensors.get(f"{half}.feedback"), self.tensors.get(f"{half}.centroids")) for half in ("key", "value")
+            RowTables(self.tensors.get(f"{half}.feedback"), self.tensors.get(f"{half}.centroids"))
+            for half in ("key", "value")
         )
         return PageTables(key, value)
 
@@ -87,5 +88,3 @@ class Layer:
 def _row_tensors(row: RowRecord) -> list[str]:
     kinds = ["mean", "feedback", "centroids"]
     return kinds if row.apply == "folded" else ["rotation", "inverse", *kinds]
-
-

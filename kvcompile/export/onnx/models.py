@@ -51,7 +51,9 @@ def packing_models(bits: int) -> dict[str, ModelProto]:
     models = {}
     for name, source, target in ((f"pack_{bits}", "codes", "bytes"), (f"unpack_{bits}", "bytes", "codes")):
         operation = name.split("_")[0].title()
-        body = Function(f"{operation}{bits}", [source], f"{operation} codes of {bits} bits; docs/manifest.md, Packing order.")
+        body = Function(
+            f"{operation}{bits}", [source], f"{operation} codes of {bits} bits; docs/manifest.md, Packing order."
+        )
         function = body.returns((target, body.call(operation, source, bits=bits)))
         shapes = {"codes": ["N", "K", "T", "D"], "bytes": ["N", "K", "T", "J"]}
         models[name] = make_model(
@@ -71,7 +73,9 @@ def _rotate_query(layer: Layer) -> tuple[Function, Infos]:
 
 def _store(layer: Layer, half: Half) -> tuple[Function, Infos]:
     store = store_function(layer, half)
-    body = Function(f"RotateStore{half.title()}", store.inputs, f"Rows of the model to the BF16 bits of stored {half}s.")
+    body = Function(
+        f"RotateStore{half.title()}", store.inputs, f"Rows of the model to the BF16 bits of stored {half}s."
+    )
     function = body.returns(("rows", body.call("ToBits", body.call(store, *store.inputs))))
     return function, _rows(layer, "x") | _rows(layer, "rows", dtype=np.uint16)
 
@@ -121,7 +125,12 @@ def _cache(layer: Layer) -> Infos:
     for name in WINDOWS:
         shape = ["B", layer.num_kv_heads, "S" if name.startswith("sink") else "W", layer.fmt.head_dim]
         infos |= {n: tensor_info(n, np.uint16, shape) for n in (name, f"new_{name}")}
-    for name, heads in (("q", layer.num_heads), ("out", layer.num_heads), ("k", layer.num_kv_heads), ("v", layer.num_kv_heads)):
+    for name, heads in (
+        ("q", layer.num_heads),
+        ("out", layer.num_heads),
+        ("k", layer.num_kv_heads),
+        ("v", layer.num_kv_heads),
+    ):
         infos[name] = tensor_info(name, np.float32, ["B", heads, layer.fmt.head_dim])
     infos["lse"] = tensor_info("lse", np.float32, ["B", layer.num_heads])
     return infos

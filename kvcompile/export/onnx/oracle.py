@@ -6,7 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcompile.codec import LayerCache, attend_layer, decode_pages, encode_pages, pack_codes, quantize_rows, unpack_codes
+from kvcompile.codec import (
+    LayerCache,
+    attend_layer,
+    decode_pages,
+    encode_pages,
+    pack_codes,
+    quantize_rows,
+    unpack_codes,
+)
 from kvcompile.codec.correction import Correction, CorrectionStates
 from kvcompile.export.onnx.layer import Half, Layer
 
@@ -130,7 +138,9 @@ def _step(layer: Layer, inputs: Mapping[str, np.ndarray]) -> Arrays:
     ):
         rows_BKD = store(layer, "key" if half == "key" else "value", x_BKD[:, :, None])[:, :, 0]
         for row, before in enumerate(inputs["num_tokens"].tolist()):
-            window, slot = (sink, before) if before < sink.shape[2] else (ring, (before - sink.shape[2]) % ring.shape[2])
+            window, slot = (
+                (sink, before) if before < sink.shape[2] else (ring, (before - sink.shape[2]) % ring.shape[2])
+            )
             window[row, :, slot] = rows_BKD[row]
     q_BHTD = rotate_query(layer, q_BHD[:, :, None])
     out_BHD, lse_BH = attend_layer(q_BHTD[:, :, 0], cache, _scaling(layer, inputs))

@@ -21,7 +21,9 @@ def coded_parts(row: RowFormat) -> list[str]:
 def store_function(layer: Layer, half: Half) -> Function:
     """``StoreKey(x_NKTD, rotation?, mean?)``: ``bf16(x @ R - mean)`` as float32 ``[N, K, T, D]``."""
     tensors = layer.names(f"{half}.rotation", f"{half}.mean")
-    body = Function(f"Store{half.title()}", ["x", *tensors], f"Rows of the model as {half}s are stored: rotated, centred, BF16.")
+    body = Function(
+        f"Store{half.title()}", ["x", *tensors], f"Rows of the model as {half}s are stored: rotated, centred, BF16."
+    )
     x = "x"
     if f"{half}.rotation" in tensors:
         x = body.call("Rotate", x, f"{half}.rotation")
@@ -113,7 +115,9 @@ def encode_page_function(layer: Layer) -> Function:
 def decode_page_function(layer: Layer) -> Function:
     """``DecodePage(pages, centroids?)``: pages uint8 ``[N, K, X]`` to rows float32 ``[N, K, T, D]`` of keys and of values."""
     fmt, halves = layer.fmt, ("key", "value")
-    body = Function("DecodePage", ["pages", *layer.names("key.centroids", "value.centroids")], "Bytes of pages to rows.")
+    body = Function(
+        "DecodePage", ["pages", *layer.names("key.centroids", "value.centroids")], "Bytes of pages to rows."
+    )
     sizes = {name: size for name, (_, size) in fmt.sections.items() if size}
     pieces = body.calls("Split", "pages", body.constant(*sizes.values()), outputs=len(sizes), axis=-1)
     section = dict(zip(sizes, pieces, strict=True))
@@ -136,7 +140,11 @@ def decode_page_function(layer: Layer) -> Function:
 
 def meta_cells(body: Function, row: RowFormat, found: dict[str, str]) -> str:
     """Scale and zero point as cells uint32 ``[N, K, M]``, in the order of a page."""
-    cells = body.call("ScaleCells", found["scale"]) if row.zero_point == "none" else body.call("Cells", found["scale"], found["zero"])
+    cells = (
+        body.call("ScaleCells", found["scale"])
+        if row.zero_point == "none"
+        else body.call("Cells", found["scale"], found["zero"])
+    )
     return body.call("ToMetaOrder", cells, **_meta_order(row))
 
 

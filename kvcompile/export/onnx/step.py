@@ -21,7 +21,9 @@ def attend_function(layer: Layer) -> Function:
     decode = decode_page_function(layer)
     tables = decode.inputs[1:]
     body = Function(
-        "AttendCache", ["q", *CACHE, *WINDOWS, "scaling", *tables], "Attention over sink, pages and ring, one token per row."
+        "AttendCache",
+        ["q", *CACHE, *WINDOWS, "scaling", *tables],
+        "Attention over sink, pages and ring, one token per row.",
     )
     visible = body.call("Visible", "num_tokens", "num_pages", "table", "sink_k", "ring_k", page=layer.fmt.tokens)
     pages = body.call("GatherPages", "pages", "table", "num_pages")
@@ -61,7 +63,9 @@ def step_function(layer: Layer) -> Function:
         "correction.scale", "key.centroids", "value.centroids",
     )  # fmt: skip
     states = STATES if corrected else ()
-    body = Function("DecodeStep", ["q", "k", "v", *CACHE, *WINDOWS, *states, "scaling", *names], "One step of one layer.")
+    body = Function(
+        "DecodeStep", ["q", "k", "v", *CACHE, *WINDOWS, *states, "scaling", *names], "One step of one layer."
+    )
     one, two = body.constant(1), body.constant(2)
     q = _query(body, layer, body.call("Unsqueeze", "q", two))
     q = body.call("Squeeze", q, two)
@@ -107,4 +111,3 @@ def query_function(layer: Layer) -> Function:
 
 def _query_tensor(layer: Layer) -> list[str]:
     return layer.names("key.inverse") or layer.names("key.rotation")
-

@@ -4,13 +4,16 @@ Shapes: B batch rows, K KV heads, G query heads per KV head, H = K G, D head_dim
 P pages in the pool, N columns of the page table, X page bytes, T tokens of a page, V = S + N T + W slots in all.
 """
 
-from kvcompile.export.onnx.functions.opset import INT64, NEGATIVE_INFINITY, Bool, Byte, Float, Int, op, spec
+from kvcompile.export.onnx.functions.opset import INT64, NEGATIVE_INFINITY, UINT8, Bool, Byte, Float, Int, op, spec
 
 
 @spec
 def Visible(num_tokens_B: Int, num_pages_B: Int, table_BN: Int, sink_BKSD: Float, ring_BKWD: Float, page: int) -> Bool:
     """Which slots ``[B, V]`` hold tokens: the sink's, then the pages', then the ring's. `page` is T; lengths are int32."""
-    tokens, pages = op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1]), op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1])
+    tokens, pages = (
+        op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1]),
+        op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1]),
+    )
     sink, ring = op.Squeeze(op.Shape(sink_BKSD, start=2, end=3)), op.Squeeze(op.Shape(ring_BKWD, start=2, end=3))
     paged = pages * op.Constant(value_int=page)
     slots = op.Squeeze(op.Shape(table_BN, start=1)) * op.Constant(value_int=page)
@@ -21,11 +24,12 @@ def Visible(num_tokens_B: Int, num_pages_B: Int, table_BN: Int, sink_BKSD: Float
 
 @spec
 def GatherPages(pages_PKX: Byte, table_BN: Int, num_pages_B: Int) -> Byte:
-    """Pages uint8 ``[B N, K, X]`` of all rows in order of age; columns past a row's count, which are undefined, read page 0."""
+    """Pages uint8 ``[B N, K, X]`` of all rows in order of age; zeros for columns past a row's count."""
     columns = op.Range(0, op.Squeeze(op.Shape(table_BN, start=1)), 1)
     known = columns < op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1])
     ids = op.Where(known, op.Cast(table_BN, to=INT64), 0)
-    return op.Gather(pages_PKX, op.Reshape(ids, [-1]), axis=0)
+    found = op.Gather(pages_PKX, op.Reshape(ids, [-1]), axis=0)
+    return op.Where(op.Reshape(known, [-1, 1, 1]), found, op.Cast(op.Constant(value_int=0), to=UINT8))
 
 
 @spec
@@ -46,7 +50,9 @@ def Attend(q_BHD: Float, k_BKVD: Float, v_BKVD: Float, visible_BV: Bool, scaling
     Slots that are not visible may hold anything. A row without tokens gives zeros and minus infinity.
     """
     kv = op.Shape(k_BKVD, start=1, end=2)
-    grouped = op.Concat(op.Shape(q_BHD, end=1), kv, op.Shape(q_BHD, start=1, end=2) / kv, op.Shape(q_BHD, start=2), axis=0)
+    grouped = op.Concat(
+        op.Shape(q_BHD, end=1), kv, op.Shape(q_BHD, start=1, end=2) / kv, op.Shape(q_BHD, start=2), axis=0
+    )
     logits_BKGV = op.MatMul(op.Reshape(q_BHD, grouped), op.Transpose(k_BKVD, perm=[0, 1, 3, 2])) * scaling
     hidden = op.Constant(value_float=NEGATIVE_INFINITY)
     logits_BKGV = op.Where(op.Unsqueeze(visible_BV, [1, 2]), logits_BKGV, hidden)

@@ -68,7 +68,9 @@ def FeedbackCodes(x_NKTD: Float, scale_NKTD: Float, zero_NKTD: Float, factor_KDD
     channels_D = op.Range(0, dim, 1)
     codes_NKTD = op.ConstantOfShape(op.Shape(x_NKTD))
     errors_NKTD = op.ConstantOfShape(op.Shape(x_NKTD))
-    for i in range(dim):
+    i = op.Constant(value_int=0)
+    more = i < dim
+    while more:
         channel = op.Unsqueeze(i, [0])
         exact, scale = op.Gather(x_NKTD, channel, axis=-1), op.Gather(scale_NKTD, channel, axis=-1)
         zero = op.Gather(zero_NKTD, channel, axis=-1)
@@ -77,6 +79,8 @@ def FeedbackCodes(x_NKTD: Float, scale_NKTD: Float, zero_NKTD: Float, factor_KDD
         error = op.Clip(op.Round(((code - zero) * scale - exact) / delta), -511.0, 511.0)
         codes_NKTD = op.Where(channels_D == i, code, codes_NKTD)
         errors_NKTD = op.Where(channels_D == i, error, errors_NKTD)
+        i = i + 1
+        more = i < dim
     return codes_NKTD
 
 

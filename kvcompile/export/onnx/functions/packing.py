@@ -26,8 +26,8 @@ def Unpack(bytes_NKMJ: Byte, bits: int) -> Byte:
     shifts_n = op.Cast(op.Range(0, 8, width), to=UINT8)
     mask = op.Cast(op.Pow(op.Constant(value_int=2), width) - 1, to=UINT8)
     shifted = op.BitShift(op.Unsqueeze(bytes_NKMJ, [3]), op.Unsqueeze(shifts_n, [1]), direction="RIGHT")
-    row = op.Concat([0, 0, 0], op.Shape(bytes_NKMJ, start=-1) * op.Shape(shifts_n), axis=0)
-    return op.Reshape(op.BitwiseAnd(shifted, mask), row)
+    row = op.Concat(op.Shape(bytes_NKMJ, end=3), op.Shape(bytes_NKMJ, start=-1) * op.Shape(shifts_n), axis=0)
+    return op.Reshape(op.BitwiseAnd(shifted, mask), row, allowzero=1)
 
 
 @spec
@@ -43,9 +43,11 @@ def ToLittleEndian(numbers_NKM: Cell, size: int) -> Byte:
 def FromLittleEndian(bytes_NKM: Byte, size: int) -> Cell:
     """The inverse of `ToLittleEndian`: bytes ``[N, K, M size]`` to numbers uint32 ``[N, K, M]``."""
     width = op.Reshape(op.Constant(value_int=size), [1])
-    shape = op.Concat([0, 0], op.Shape(bytes_NKM, start=-1) / width, width, axis=0)
+    shape = op.Concat(op.Shape(bytes_NKM, end=2), op.Shape(bytes_NKM, start=-1) / width, width, axis=0)
     places = op.Pow(op.Constant(value_int=256), op.Range(0, op.Squeeze(width), 1))
-    return op.Cast(op.ReduceSum(op.Cast(op.Reshape(bytes_NKM, shape), to=INT64) * places, [-1], keepdims=0), to=UINT32)
+    return op.Cast(
+        op.ReduceSum(op.Cast(op.Reshape(bytes_NKM, shape, allowzero=1), to=INT64) * places, [-1], keepdims=0), to=UINT32
+    )
 
 
 @spec
