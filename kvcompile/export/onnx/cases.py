@@ -24,7 +24,7 @@ def layer_cases(layer: Layer, seed: int = 0) -> dict[str, Arrays]:
     """Inputs for every model of a layer, by its name."""
     draw = Draw(layer, seed)
     x_key, x_value = draw.page_rows("key"), draw.page_rows("value")
-    k, v = (to_bits(store(layer, half, x)) for half, x in (("key", x_key), ("value", x_value)))
+    k, v = to_bits(store(layer, "key", x_key)), to_bits(store(layer, "value", x_value))
     pages = answer("encode_page", layer, {"k": k, "v": v})["pages"]
     cache = draw.cache(pages)
     cases: dict[str, Arrays] = {

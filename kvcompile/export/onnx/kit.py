@@ -42,14 +42,14 @@ def write_kit(artifact: Artifact, folder: Path) -> dict[str, list[int]]:
         cases = {name: (given, answer_packing(name, given)) for name, given in packing_cases(bits).items()}
         _write(folder, OPERATIONS, packing_models(bits), cases)
     shutil.copyfile(Path(__file__).with_name(RUNNER), folder / RUNNER)
-    index = {
+    contents = {
         name: {
             "layers": indices,
             "sidecar": {n: f"layers.{{i}}.{n}" for n in sorted(layers[indices[0]].defaults()) if n != "scaling"},
         }
         for name, indices in stands_for.items()
     }
-    (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")
+    (folder / "index.json").write_text(json.dumps(contents, indent=1) + "\n", "utf-8")
     return stands_for
 
 

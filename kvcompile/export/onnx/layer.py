@@ -13,6 +13,7 @@ from kvcompile.codec import PageFormat, PageTables, RowFormat, RowTables
 from kvcompile.codec.correction import Correction
 
 Half = Literal["key", "value"]
+HALVES: tuple[Half, Half] = ("key", "value")
 
 
 @dataclass(frozen=True)

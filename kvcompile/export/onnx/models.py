@@ -63,7 +63,7 @@ def packing_models(bits: int) -> dict[str, ModelProto]:
 
 
 def _rows(layer: Layer, *names: str, dtype: type = np.float32, heads: int = 0, tokens: int | str = "T") -> Infos:
-    shape = ["N", heads or layer.num_kv_heads, tokens, layer.fmt.head_dim]
+    shape: list[int | str] = ["N", heads or layer.num_kv_heads, tokens, layer.fmt.head_dim]
     return {name: tensor_info(name, dtype, shape) for name in names}
 
 
@@ -123,7 +123,7 @@ def _cache(layer: Layer) -> Infos:
     for name in ("num_pages", "num_tokens", "new_num_tokens"):
         infos[name] = tensor_info(name, np.int32, ["B"])
     for name in WINDOWS:
-        shape = ["B", layer.num_kv_heads, "S" if name.startswith("sink") else "W", layer.fmt.head_dim]
+        shape: list[int | str] = ["B", layer.num_kv_heads, "S" if name.startswith("sink") else "W", layer.fmt.head_dim]
         infos |= {n: tensor_info(n, np.uint16, shape) for n in (name, f"new_{name}")}
     for name, heads in (
         ("q", layer.num_heads),
@@ -141,7 +141,7 @@ def _states(layer: Layer, *batch: str) -> Infos:
     if correction is None:
         return {}
     kv, dim, features = correction.key_KDF.shape
-    shapes = [[*batch, kv, features, dim], [*batch, kv, features]]
+    shapes: list[list[int | str]] = [[*batch, kv, features, dim], [*batch, kv, features]]
     return {
         f"{new}{name}": tensor_info(f"{new}{name}", np.float32, shape)
         for name, shape in zip(STATES, shapes, strict=True)

@@ -102,8 +102,8 @@ def _cache(layer: Layer, inputs: Mapping[str, np.ndarray]) -> LayerCache:
     pages, table, num_pages, num_tokens = (
         torch.from_numpy(inputs[name]) for name in ("pages", "table", "num_pages", "num_tokens")
     )
-    windows = (from_bits(inputs[name]) for name in ("sink_k", "sink_v", "ring_k", "ring_v"))
-    return LayerCache(layer.fmt, pages, table, num_pages, num_tokens, *windows, layer.tables())
+    sink_k, sink_v, ring_k, ring_v = (from_bits(inputs[name]) for name in ("sink_k", "sink_v", "ring_k", "ring_v"))
+    return LayerCache(layer.fmt, pages, table, num_pages, num_tokens, sink_k, sink_v, ring_k, ring_v, layer.tables())
 
 
 def _scaling(layer: Layer, inputs: Mapping[str, np.ndarray]) -> float:

@@ -7,7 +7,7 @@ heads, T tokens of a page, D head_dim, X page bytes; docs/manifest.md, "From a r
 from kvcompile.codec import PageFormat, RowFormat
 from kvcompile.codec.quantizer import LLOYD_MAX_LEVELS
 from kvcompile.export.onnx.compose import Function
-from kvcompile.export.onnx.layer import Half, Layer
+from kvcompile.export.onnx.layer import HALVES, Half, Layer
 
 NORMS = {"l2": "NormL2", "rsqrt": "NormRsqrt", "max": "NormMax", "mean_abs": "NormMeanAbs"}
 
@@ -89,12 +89,11 @@ def decode_function(layer: Layer, half: Half) -> Function:
 
 def encode_page_function(layer: Layer) -> Function:
     """``EncodePage(k, v, ...)``: stored rows float32 ``[N, K, T, D]`` to pages uint8 ``[N, K, X]``."""
-    halves: tuple[Half, Half] = ("key", "value")
-    encoders = {half: encode_function(layer, half) for half in halves}
-    inputs = [name for half in halves for name in encoders[half].inputs[1:]]
+    encoders = {half: encode_function(layer, half) for half in HALVES}
+    inputs = [name for half in HALVES for name in encoders[half].inputs[1:]]
     body = Function("EncodePage", ["k", "v", *inputs], "Stored rows of a page's tokens to its bytes.")
     codes, metadata, last = [], [], []
-    for half, rows in zip(halves, ("k", "v"), strict=True):
+    for half, rows in zip(HALVES, ("k", "v"), strict=True):
         row = layer.row(half)
         parts = coded_parts(row)
         packed, *values = body.calls(encoders[half], rows, *encoders[half].inputs[1:], outputs=1 + len(parts))
@@ -114,7 +113,7 @@ def encode_page_function(layer: Layer) -> Function:
 
 def decode_page_function(layer: Layer) -> Function:
     """``DecodePage(pages, centroids?)``: pages uint8 ``[N, K, X]`` to rows float32 ``[N, K, T, D]`` of keys and of values."""
-    fmt, halves = layer.fmt, ("key", "value")
+    fmt = layer.fmt
     body = Function(
         "DecodePage", ["pages", *layer.names("key.centroids", "value.centroids")], "Bytes of pages to rows."
     )
@@ -122,7 +121,7 @@ def decode_page_function(layer: Layer) -> Function:
     pieces = body.calls("Split", "pages", body.constant(*sizes.values()), outputs=len(sizes), axis=-1)
     section = dict(zip(sizes, pieces, strict=True))
     out = []
-    for half in halves:
+    for half in HALVES:
         decoder = decode_function(layer, half)
         row = layer.row(half)
         found = _metadata(body, row, fmt.tokens, section[f"{half}_meta"])
@@ -140,11 +139,8 @@ def decode_page_function(layer: Layer) -> Function:
 
 def meta_cells(body: Function, row: RowFormat, found: dict[str, str]) -> str:
     """Scale and zero point as cells uint32 ``[N, K, M]``, in the order of a page."""
-    cells = (
-        body.call("ScaleCells", found["scale"])
-        if row.zero_point == "none"
-        else body.call("Cells", found["scale"], found["zero"])
-    )
+    zeros = [found["zero"]] if "zero" in found else []
+    cells = body.call("Cells" if zeros else "ScaleCells", found["scale"], *zeros)
     return body.call("ToMetaOrder", cells, **_meta_order(row))
 
 

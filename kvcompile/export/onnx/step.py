@@ -14,7 +14,7 @@ STATES = ("state_s", "state_p")
 
 
 def attend_function(layer: Layer) -> Function:
-    """``AttendCache(q_BHD, pages_PKX, table_BN, num_pages_B, num_tokens_B, windows, scaling, centroids?)``: `Attend` over a cache.
+    """``AttendCache(q, pages, table, num_pages, num_tokens, windows, scaling, centroids?)``: `Attend` over a cache.
 
     Windows are float32 here. Returns the output ``[B, H, D]`` in the basis of stored values, and the log of the denominator.
     """
@@ -25,9 +25,10 @@ def attend_function(layer: Layer) -> Function:
         ["q", *CACHE, *WINDOWS, "scaling", *tables],
         "Attention over sink, pages and ring, one token per row.",
     )
-    visible = body.call("Visible", "num_tokens", "num_pages", "table", "sink_k", "ring_k", page=layer.fmt.tokens)
-    pages = body.call("GatherPages", "pages", "table", "num_pages")
-    k, v = (body.call("PagesOfRows", x, "table") for x in body.calls(decode, pages, *tables, outputs=2))
+    ids = body.call("KnownPages", "table", "num_pages")
+    visible = body.call("Visible", "num_tokens", "num_pages", ids, "sink_k", "ring_k", page=layer.fmt.tokens)
+    pages = body.call("GatherPages", "pages", ids)
+    k, v = (body.call("PagesOfRows", x, ids) for x in body.calls(decode, pages, *tables, outputs=2))
     k, v = (body.call("Concat", f"sink_{n}", x, f"ring_{n}", axis=2) for n, x in (("k", k), ("v", v)))
     out, lse = body.calls("Attend", "q", k, v, visible, "scaling", outputs=2)
     return body.returns(("out", out), ("lse", lse))

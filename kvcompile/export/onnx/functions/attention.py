@@ -1,43 +1,51 @@
 """Reading and extending a cache; docs/manifest.md, "Which token is where" and "Rotations and means".
 
 Shapes: B batch rows, K KV heads, G query heads per KV head, H = K G, D head_dim, S sink slots, W ring slots (at least 1),
-P pages in the pool, N columns of the page table, X page bytes, T tokens of a page, V = S + N T + W slots in all.
+P pages in the pool, N columns of the page table, one more after `KnownPages`, X page bytes, T tokens of a page,
+V = S + (N + 1) T + W slots in all.
 """
 
 from kvcompile.export.onnx.functions.opset import INT64, NEGATIVE_INFINITY, UINT8, Bool, Byte, Float, Int, op, spec
 
 
 @spec
-def Visible(num_tokens_B: Int, num_pages_B: Int, table_BN: Int, sink_BKSD: Float, ring_BKWD: Float, page: int) -> Bool:
+def Visible(num_tokens_B: Int, num_pages_B: Int, ids_BN: Int, sink_BKSD: Float, ring_BKWD: Float, page: int) -> Bool:
     """Which slots ``[B, V]`` hold tokens: the sink's, then the pages', then the ring's. `page` is T; lengths are int32."""
-    tokens, pages = (
-        op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1]),
-        op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1]),
-    )
+    tokens = op.Unsqueeze(op.Cast(num_tokens_B, to=INT64), [1])
     sink, ring = op.Squeeze(op.Shape(sink_BKSD, start=2, end=3)), op.Squeeze(op.Shape(ring_BKWD, start=2, end=3))
-    paged = pages * op.Constant(value_int=page)
-    slots = op.Squeeze(op.Shape(table_BN, start=1)) * op.Constant(value_int=page)
+    paged = op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1]) * op.Constant(value_int=page)
+    slots = op.Squeeze(op.Shape(ids_BN, start=1)) * op.Constant(value_int=page)
     waiting = tokens - op.Min(tokens, sink) - paged
     behind = op.Mod(op.Range(0, ring, 1) - paged, ring)  # how many slots after the oldest token of the ring
     return op.Concat(op.Range(0, sink, 1) < tokens, op.Range(0, slots, 1) < paged, behind < waiting, axis=1)
 
 
 @spec
-def GatherPages(pages_PKX: Byte, table_BN: Int, num_pages_B: Int) -> Byte:
-    """Pages uint8 ``[B N, K, X]`` of all rows in order of age; zeros for columns past a row's count."""
+def KnownPages(table_BN: Int, num_pages_B: Int) -> Int:
+    """The page table int64 ``[B, N + 1]`` with ids counted from 1; 0 past a row's count, where a table is undefined.
+
+    The last column is always 0, so that no later shape is empty.
+    """
     columns = op.Range(0, op.Squeeze(op.Shape(table_BN, start=1)), 1)
     known = columns < op.Unsqueeze(op.Cast(num_pages_B, to=INT64), [1])
-    ids = op.Where(known, op.Cast(table_BN, to=INT64), 0)
-    found = op.Gather(pages_PKX, op.Reshape(ids, [-1]), axis=0)
-    return op.Where(op.Reshape(known, [-1, 1, 1]), found, op.Cast(op.Constant(value_int=0), to=UINT8))
+    return op.Pad(op.Where(known, op.Cast(table_BN, to=INT64) + 1, 0), [0, 0, 0, 1])
 
 
 @spec
-def PagesOfRows(x_MKTD: Float, table_BN: Int) -> Float:
+def GatherPages(pages_PKX: Byte, ids_BN: Int) -> Byte:
+    """Pages uint8 ``[B N, K, X]`` of all rows in order of age; id 0 is a page of zeros."""
+    nothing = op.Expand(
+        op.Cast(op.Constant(value_int=0), to=UINT8), op.Concat([1], op.Shape(pages_PKX, start=1), axis=0)
+    )
+    return op.Gather(op.Concat(nothing, pages_PKX, axis=0), op.Reshape(ids_BN, [-1]), axis=0)
+
+
+@spec
+def PagesOfRows(x_MKTD: Float, ids_BN: Int) -> Float:
     """Decoded pages ``[B N, K, T, D]`` as the tokens of their rows: ``[B, K, N T, D]``."""
-    batch, columns = op.Shape(table_BN, start=0, end=1), op.Shape(table_BN, start=1)
+    batch, columns = op.Shape(ids_BN, start=0, end=1), op.Shape(ids_BN, start=1)
     heads, tokens = op.Shape(x_MKTD, start=1, end=2), op.Shape(x_MKTD, start=2, end=3)
-    apart = op.Concat(op.Shape(table_BN), op.Shape(x_MKTD, start=1), axis=0)
+    apart = op.Concat(op.Shape(ids_BN), op.Shape(x_MKTD, start=1), axis=0)
     together = op.Concat(batch, heads, columns * tokens, op.Shape(x_MKTD, start=3), axis=0)
     x_BKNTD = op.Transpose(op.Reshape(x_MKTD, apart, allowzero=1), perm=[0, 2, 1, 3, 4])
     return op.Reshape(x_BKNTD, together, allowzero=1)

@@ -45,9 +45,8 @@ def FromLittleEndian(bytes_NKM: Byte, size: int) -> Cell:
     width = op.Reshape(op.Constant(value_int=size), [1])
     shape = op.Concat(op.Shape(bytes_NKM, end=2), op.Shape(bytes_NKM, start=-1) / width, width, axis=0)
     places = op.Pow(op.Constant(value_int=256), op.Range(0, op.Squeeze(width), 1))
-    return op.Cast(
-        op.ReduceSum(op.Cast(op.Reshape(bytes_NKM, shape, allowzero=1), to=INT64) * places, [-1], keepdims=0), to=UINT32
-    )
+    parts = op.Cast(op.Reshape(bytes_NKM, shape, allowzero=1), to=INT64)
+    return op.Cast(op.ReduceSum(parts * places, [-1], keepdims=0), to=UINT32)
 
 
 @spec
