@@ -11,11 +11,13 @@ The functions below are loaded on first use, so that importing the package (and 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvcompile.hook import when_imported
 from kvcompile.version import __version__
 
 if TYPE_CHECKING:
     from kvcompile.evaluate import inspect, verify
     from kvcompile.evaluate.comparison import compare
+    from kvcompile.evaluate.difference import diff
     from kvcompile.passes.convert import convert
     from kvcompile.runtime.cache import PackedCache
     from kvcompile.runtime.generate import generate
@@ -26,6 +28,7 @@ _HOMES = {
     "PackedCache": "kvcompile.runtime",
     "compare": "kvcompile.evaluate.comparison",
     "convert": "kvcompile.passes.convert",
+    "diff": "kvcompile.evaluate.difference",
     "generate": "kvcompile.runtime.generate",
     "inspect": "kvcompile.evaluate",
     "load": "kvcompile.runtime",
@@ -39,6 +42,7 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
+    "diff",
     "generate",
     "inspect",
     "load",
@@ -46,6 +50,9 @@ __all__ = [
     "new_cache",
     "verify",
 ]
+
+
+when_imported("transformers.quantizers.auto", lambda: import_module("kvcompile.quantizer"))
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,14 @@ class VerificationError(KvCompileError):
     """A converted checkpoint whose numbers do not agree with its source."""
 
 
+class RotationError(KvCompileError):
+    """A file of rotations that cannot be read, or does not fit the model."""
+
+
+class ExportError(KvCompileError):
+    """An export that a target refuses, options that do not fit it, or a folder that cannot be written."""
+
+
 class PassError(KvCompileError):
     """A pass whose precondition or postcondition does not hold."""
 

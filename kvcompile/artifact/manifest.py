@@ -17,7 +17,7 @@ from kvcompile.scheme.model import Identity, LayerScheme, LinearCorrection, RowC
 
 MANIFEST_NAME = "kvcompile.json"
 SIDECAR_NAME = "kvcompile.safetensors"
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 2
 
 
 class Record(BaseModel):
@@ -34,13 +34,25 @@ class Producer(Record):
     transformers: str
 
 
+class License(Record):
+    """The licence fields of the source's model card, as far as it has them."""
+
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+
+
 class Source(Record):
-    """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay)."""
+    """The checkpoint that was converted; `path` is kept only where the artifact needs it (overlay).
+
+    `license` is None where the source's model card says nothing.
+    """
 
     name: str
     model_type: str
     architecture: str
     path: str | None = None
+    license: License | None = None
 
 
 class Weights(Record):
@@ -212,6 +224,16 @@ class CalibrationRecord(Record):
     last_position: int = 0
 
 
+class RotationImport(Record):
+    """A file that the rotations of one half were read from instead of being solved."""
+
+    file: str
+    sha256: str
+    format_version: int
+    objective: str
+    source_grouping: str
+
+
 class Manifest(Record):
     """The whole of `kvcompile.json`."""
 
@@ -224,6 +246,7 @@ class Manifest(Record):
     layers: list[LayerRecord]
     sidecar: Sidecar
     calibration: CalibrationRecord | None
+    imported_rotations: dict[Literal["key", "value"], RotationImport] | None = None
     bits_per_element: dict[str, float]
     metrics: dict[str, float]
 

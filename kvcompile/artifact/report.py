@@ -1,5 +1,6 @@
 """What a person reads about a conversion: the model card and a one-page report, both made from the manifest alone."""
 
+import json
 from collections.abc import Sequence
 from html import escape
 
@@ -28,10 +29,15 @@ def model_card(manifest: Manifest) -> str:
         if overlay
         else "folded: also a plain Hugging Face checkpoint with unchanged outputs"
     )
+    licence = "".join(f"{field}: {json.dumps(value)}\n" for field, value in manifest.source.license or () if value)
+    bases = sorted({f"{row.bits}-bit" for x in manifest.compiled for row in (x.key, x.value) if row})
+    tags = ["kvcompile", "kv-cache", "kv-cache-quantization", manifest.scheme.name, manifest.source.model_type, *bases]
     head = f"""---
-library_name: kvcompile
+{licence}library_name: kvcompile
+pipeline_tag: text-generation
 base_model: {manifest.source.name}
-tags: [kv-cache, {manifest.scheme.name}]
+base_model_relation: quantized
+tags: [{", ".join(tags)}]
 ---
 
 # {manifest.source.name}, KV cache compiled with {manifest.scheme.name}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from yaml import YAMLError
 
 from kvcompile.errors import CheckpointError
 
@@ -115,13 +116,25 @@ class Checkpoint:
             and f.name != "report.html"
         )
 
+    def license(self) -> dict[str, str] | None:
+        """`license`, `license_name` and `license_link` of the model card beside the weights, as far as it has them."""
+        from huggingface_hub import metadata_load
+
+        try:
+            card = metadata_load(self.path / "README.md") or {}
+        except (OSError, ValueError, YAMLError):  # no card, or none that can be read: nothing is known of a licence
+            return None
+        fields = {name: card.get(name) for name in ("license", "license_name", "license_link")}
+        return {name: str(value) for name, value in fields.items() if value} or None
+
     def fingerprint(self) -> str:
         """A cheap identity of the source: config, file names, sizes, modification times and headers, no weights.
 
         The files beside the weights count too: another tokenizer means other calibration tokens.
         """
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for file in [*self.shards, *self.companions()]:
+        card = self.path / "README.md"
+        for file in [*self.shards, *self.companions(), *([card] if card.exists() else [])]:
             stat = file.stat()
             digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
         for name, entry in sorted(self.entries.items()):
@@ -210,7 +223,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
         return Checkpoint(snapshot_download(str(model), allow_patterns=patterns))
     except CheckpointError:
         raise

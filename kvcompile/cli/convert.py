@@ -28,6 +28,8 @@ from kvcompile.scheme import DEFAULT_SCHEME
 @click.option("--device", default="cpu", show_default=True, help="Where calibration runs, for example cuda.")
 @click.option("--weights", type=click.Choice(["fold", "overlay"]), default="fold", show_default=True,
               help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights.")  # fmt: skip
+@click.option("--import-rotations", nargs=2, type=click.Path(path_type=Path), metavar="K.pt V.pt",
+              help="Take these rotations (files of the OSCAR fork of SGLang) instead of solving them.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check model, scheme and output, print the plan, write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
@@ -44,6 +46,7 @@ def convert_command(
     seed: int,
     device: str,
     weights: str,
+    import_rotations: tuple[Path, Path] | None,
     dry_run: bool,
     resume: bool,
     force: bool,
@@ -74,6 +77,7 @@ def convert_command(
         seed=seed,
         device=device,
         weights="overlay" if weights == "overlay" else "fold",
+        import_rotations=import_rotations,
         dry_run=dry_run,
         resume=resume,
         force=force,

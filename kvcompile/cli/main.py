@@ -13,11 +13,14 @@ from kvcompile.version import __version__
 COMMANDS = {
     "convert": "Convert MODEL (a checkpoint directory or a Hugging Face id) so that its KV cache is packed.",
     "verify": "Check that ARTIFACT is whole and, with --source, that it is the same model.",
+    "diff": "Compare two artifacts, or an artifact with its source; the exit code is 0 where they are the same, 1 where not.",
     "inspect": "Show which layers of a model or artifact have a KV cache, and what it costs in BF16 and packed.",
     "generate": "Continue a prompt with a converted model, its cache packed; text streams as it comes.",
     "eval": "Measure ARTIFACT through its packed cache: perplexity, KL and agreement, retrieval by depth and length.",
     "bench": "Time decoding from the packed cache of ARTIFACT, or of a --shape, against a BF16 cache on this machine.",
     "compare": "Convert MODEL with several schemes, measure each, and write one report.",
+    "export": "Write ARTIFACT as other software wants it, with notes of what that view cannot carry.",
+    "push": "Upload ARTIFACT to the Hugging Face model repository REPO (owner/name).",
     "schemes": "List, show or validate schemes.",
     "passes": "List or explain the passes that a conversion is made of.",
 }

@@ -12,6 +12,9 @@ from kvcompile.errors import CheckpointError, UnsupportedArchitectureError
 from kvcompile.models.families import FAMILIES, REFUSED, Family
 from kvcompile.models.loading import resolve_config
 
+OUR_TAG = "kvcompile"
+"""The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -80,8 +83,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             f"{architecture} (model_type '{model_type}') in {checkpoint.path} is not supported: {reason}; "
             f"supported are {', '.join(sorted(FAMILIES))}"
         )
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
+    if quantization and method != OUR_TAG:
         raise UnsupportedArchitectureError(
             f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by "
             "this version; convert the unquantized checkpoint"

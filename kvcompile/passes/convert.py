@@ -24,6 +24,7 @@ from kvcompile.models import resolve_device, take_inventory
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
 from kvcompile.passes.calibrate import CalibratePass
 from kvcompile.passes.collection import CalibrationText, Collection, SharedStatistics, collect
+from kvcompile.passes.imported import read_rotations
 from kvcompile.passes.inventory import check_scheme
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
@@ -68,13 +69,15 @@ def convert(
     instruments: Sequence[Instrument] = (),
     track: Callable[..., Iterable[Any]] | None = None,
     statistics: SharedStatistics | None = None,
+    import_rotations: tuple[str | Path, str | Path] | None = None,
 ) -> Conversion:
     """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
 
     Everything that can be refused is refused before work starts: architecture, scheme, calibration text, output. The
     output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
     `dry_run` stops after the inventory. `statistics` (from `collect_statistics`) spare the forward pass and change nothing
-    else. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    else. `import_rotations` are files of the OSCAR research fork (keys, values) whose matrices replace those that the scheme
+    would solve. Raises a KvCompileError whose message says what is wrong, where, and what to do.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
@@ -94,7 +97,7 @@ def convert(
     given = CalibrationInput(text, calibration_field, calibration_tokens, seed, statistics)
     steps = build_passes(scheme, given)
     _check_order(scheme, stop_after)
-    ir = IR(checkpoint, scheme, weights)
+    ir = IR(checkpoint, scheme, weights, read_rotations(*import_rotations) if import_rotations else None)
     context = Context(resolve_device(device), workspace.staging)
     if track is not None:
         context.track = track
@@ -106,6 +109,8 @@ def convert(
 
     ir = run_passes(steps[:1], ir, context, instruments)
     steps = steps[1:]
+    if ir.imported is not None:
+        ir.imported.check(checkpoint, scheme, ir.layers())
     if dry_run or stop_after == "inventory":
         return result(ir, None)
     corpus = read_corpus(given.text, given.field, given.seed)
@@ -116,6 +121,8 @@ def convert(
         "weights": weights,
         "passes": json.dumps({step.name: step.version for step in steps}),
     }
+    if ir.imported is not None:
+        inputs["rotations"] = " ".join(record.sha256 for record in ir.imported.records.values())
     workspace.open(inputs, resume)
     try:
         with peak:
@@ -173,7 +180,7 @@ def collect_statistics(
     inventory = take_inventory(checkpoint)
     for scheme in schemes:
         check_scheme(scheme, inventory)
-        ir = IR(checkpoint, scheme, "fold", inventory)
+        ir = IR(checkpoint, scheme, "fold", inventory=inventory)
         for step in build_passes(scheme, given):
             if isinstance(step, CalibratePass) and scheme.calibrates():
                 text, wanted = step.text_for(ir), step.collection(ir)

@@ -12,6 +12,7 @@ from kvcompile.artifact import (
     MANIFEST_NAME,
     SIDECAR_NAME,
     LayerRecord,
+    License,
     Manifest,
     Producer,
     RowRecord,
@@ -79,6 +80,7 @@ class EmitPass:
                 name=ir.checkpoint.path.resolve().name,
                 model_type=ir.layers().model_type,
                 architecture=ir.layers().architecture,
+                license=License(**fields) if (fields := ir.checkpoint.license()) else None,
                 path=str(ir.checkpoint.path.resolve()) if ir.weights == "overlay" else None,
             ),
             weights=Weights(mode=ir.weights, files=files, projections=projections),
@@ -89,6 +91,7 @@ class EmitPass:
                 shapes={name: list(tensor.shape) for name, tensor in sorted(ir.tensors.items())},
             ),
             calibration=ir.calibration,
+            imported_rotations=dict(ir.imported.records) if ir.imported else None,
             bits_per_element=mean_bits,
             metrics=dict(ir.summary),
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcompile.artifact import CalibrationRecord
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.models import Inventory
+from kvcompile.passes.imported import ImportedRotations
 from kvcompile.scheme import Scheme
 
 
@@ -31,12 +32,14 @@ class IR:
 
     `statistics` holds ``layers.{i}.{target}`` (float64 ``[K, D, D]``) and the attention sample
     of each layer (`calibration.AttentionSample`);
+    `imported` are rotations that the user brought;
     `tensors` holds what goes into the sidecar; `metrics` is per layer; `summary` is about the whole model.
     """
 
     checkpoint: Checkpoint
     scheme: Scheme
     weights: Literal["fold", "overlay"]
+    imported: ImportedRotations | None = None
     inventory: Inventory | None = None
     calibration: CalibrationRecord | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)

@@ -24,7 +24,8 @@ class RotationsPass:
     1. Spectral: ``R = U H Pbr`` (seed 000 equation 3), or with order hadamard_first ``R = H U`` (seed 003 equation 11); scope
        `layer` averages the covariance over KV heads first.
     2. Hadamard, block-diagonal Hadamard and random rotations need no statistics; the identity emits no tensor.
-    3. The sidecar always holds one matrix per KV head, whatever the scope.
+    3. Matrices that the user imported are taken as they are, whatever the scheme would solve.
+    4. The sidecar always holds one matrix per KV head, whatever the scope.
     """
 
     name: ClassVar[str] = "rotations"
@@ -55,7 +56,10 @@ class RotationsPass:
                 if row.center and target == half and covariance is not None:
                     mean_KD = ir.statistics[f"layers.{layer.index}.{half}_mean"]
                     covariance = covariance - mean_KD[:, :, None] * mean_KD[:, None, :]
-                rotation = solve_rotation(row.rotation, layer, covariance)
+                if ir.imported is None:
+                    rotation = solve_rotation(row.rotation, layer, covariance)
+                else:
+                    rotation = ir.imported.rotation(half, layer)
                 if rotation is not None:
                     tensors[f"layers.{layer.index}.{half}.rotation"] = rotation.float().contiguous()
                 if rotation is not None and isinstance(row.rotation, Spectral) and row.rotation.balance:

@@ -1,0 +1,129 @@
+"""transform_config, applied by compressed-tensors itself: the unquantized logits, and rows rotated as ours are."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvcompile
+from kvcompile.errors import ExportError
+from kvcompile.export import export
+from kvcompile.models.agreement import KL_TOLERANCE, compare_logits, logits_of
+from tests.commands import quick_conversions
+from tests.conftest import EXAMPLE, family_config, save_model
+
+transform = pytest.importorskip("compressed_tensors.transform", reason="compressed-tensors is not installed")
+IDS = torch.arange(160) * 7 % 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    yield from quick_conversions()
+
+
+@pytest.fixture(scope="module")
+def quarot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with Hadamard rotations; do not alter it."""
+    out = tmp_path_factory.mktemp("quarot") / "out"
+    kvcompile.convert(EXAMPLE, out, "quarot-int2")
+    return out
+
+
+def config_of(view: Path) -> dict[str, Any]:
+    return json.loads((view / "config.json").read_text())["quantization_config"]
+
+
+def applied(view: Path) -> PreTrainedModel:
+    """The export as transformers loads it, its config applied by the library."""
+    model = AutoModelForCausalLM.from_pretrained(view, dtype=torch.float32)
+    transform.apply_transform_config(model, transform.TransformConfig(**config_of(view)["transform_config"]))
+    return model
+
+
+def reference(model: Path = EXAMPLE) -> torch.Tensor:
+    return logits_of(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), IDS)
+
+
+def test_folded_weights_list_r3_alone(quarot: Path, tmp_path: Path):
+    export(quarot, "compressed-tensors", tmp_path / "view")
+    config = config_of(tmp_path / "view")
+    assert list(config["transform_config"]["config_groups"]) == [f"R3_{i}" for i in range(4)]
+    assert "kv_cache_scheme" not in config
+    assert compare_logits(reference(), logits_of(applied(tmp_path / "view"), IDS)).kl < KL_TOLERANCE
+
+
+def test_unfolded_weights_list_r2_too(quarot: Path, tmp_path: Path):
+    """The library folds R2 itself; its v_proj is then ours."""
+    export(quarot, "compressed-tensors", tmp_path / "view", source=EXAMPLE)
+    assert {"R2_0", "R3_0"} <= set(config_of(tmp_path / "view")["transform_config"]["config_groups"])
+    model = applied(tmp_path / "view")
+    assert compare_logits(reference(), logits_of(model, IDS)).relative_error < 1e-5
+    ours = load_file(quarot / "model.safetensors")
+    for name in ("v_proj", "o_proj"):
+        theirs = dict(model.named_parameters())[f"model.layers.3.self_attn.{name}.weight"]
+        assert torch.allclose(theirs, ours[f"model.layers.3.self_attn.{name}.weight"].float(), atol=2e-3)
+
+
+@pytest.mark.parametrize("scheme", ["quarot-int2", "saw-int4"])
+def test_cached_keys_are_rotated_as_ours(scheme: str, tmp_path: Path):
+    kvcompile.convert(
+        EXAMPLE, tmp_path / "out", scheme, overrides=("key.rotation.block_size=16",) * (scheme == "saw-int4")
+    )
+    export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+    plain = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
+    with torch.inference_mode():
+        theirs, ours = (m(IDS[None], use_cache=True).past_key_values for m in (applied(tmp_path / "view"), plain))
+    r_KDD = load_file(tmp_path / "out" / "kvcompile.safetensors")["layers.0.key.rotation"]
+    assert torch.allclose(theirs.layers[0].keys, ours.layers[0].keys @ r_KDD, atol=1e-4)
+
+
+def test_overlays_and_biases(tmp_path: Path):
+    model = save_model(family_config("qwen2"), tmp_path / "model")
+    kvcompile.convert(model, tmp_path / "out", "quarot-int4", weights="overlay")
+    export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+    assert compare_logits(reference(model), logits_of(applied(tmp_path / "view"), IDS)).relative_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"),
+    [
+        ("oscar-int2", "layer 0: its key rotations are spectral matrices per KV head, there only Hadamard has a name"),
+        ("turboquant-int2", "layer 0: its key rotations are random matrices, there only Hadamard has a name"),
+        ("kivi-int4", "rotates nothing"),
+    ],
+)
+def test_refusals(scheme: str, why: str, small_model: Path, tmp_path: Path):
+    kvcompile.convert(small_model, tmp_path / "out", scheme, calibration_tokens=256)
+    with pytest.raises(ExportError, match=why):
+        export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+
+
+def test_only_powers_of_two(tmp_path: Path):
+    model = save_model(family_config("qwen3", head_dim=24), tmp_path / "model")
+    kvcompile.convert(model, tmp_path / "out", "quarot-int2", overrides=["key.quantizer.group_size=256"])
+    with pytest.raises(ExportError, match="Hadamard matrix of order 24, there only powers of two"):
+        export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+
+
+def test_value_rotations_that_have_no_name_stay_in_the_weights(small_model: Path, tmp_path: Path):
+    kvcompile.convert(
+        small_model, tmp_path / "out", "oscar-int2", calibration_tokens=256, overrides=["key.rotation.kind=hadamard"]
+    )
+    export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+    with pytest.raises(
+        ExportError, match=r"its value rotations are spectral .*; export the folded weights, without --source"
+    ):
+        export(tmp_path / "out", "compressed-tensors", tmp_path / "both", source=small_model)
+
+
+@pytest.mark.shared
+def test_qwen3_32m(shared: Path, tmp_path: Path):
+    model = shared / "models" / "qwen3-32m"
+    kvcompile.convert(model, tmp_path / "out", "quarot-int2")
+    export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+    assert compare_logits(reference(model), logits_of(applied(tmp_path / "view"), IDS)).kl < KL_TOLERANCE

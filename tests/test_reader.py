@@ -1,0 +1,260 @@
+"""The manifest as a standard: a reader that knows only its specification, and what may be added without breaking it."""
+
+import ast
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvcompile.artifact import manifest_schema, open_artifact, read_manifest
+from kvcompile.checkpoint import file_digest
+from kvcompile.codec import PageFormat, PageTables, RowFormat, RowTables, decode_pages, encode_pages
+from kvcompile.errors import ArtifactError
+from kvcompile.evaluate.uncalibrated import page_format
+from kvcompile.runtime import load, new_cache
+from kvcompile.scheme import builtin_names, load_scheme
+from tests.layers import random_tables
+
+READER = Path(__file__).parents[1] / "examples" / "read_page.py"
+
+
+@pytest.fixture(scope="module")
+def reader() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("read_page", READER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def artifact(converted: Path, tmp_path: Path) -> Path:
+    """A copy of the converted example to alter."""
+    return Path(shutil.copytree(converted, tmp_path / "out"))
+
+
+def rewrite(artifact: Path, change: Any) -> None:
+    document = json.loads((artifact / "kvcompile.json").read_text("utf-8"))
+    change(document)
+    (artifact / "kvcompile.json").write_text(json.dumps(document), "utf-8")
+
+
+def test_it_is_short_and_needs_little():
+    lines = READER.read_text("utf-8").splitlines()
+    assert len(lines) <= 150
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+        for node in ast.walk(ast.parse("\n".join(lines)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert imported - set(sys.stdlib_module_names) == {"numpy", "safetensors"}
+
+
+def formats() -> dict[str, PageFormat]:
+    """The page format of every built-in scheme at two head sizes, and combinations that no scheme has."""
+    found = {f"{name}, {dim}": page_format(load_scheme(name), dim) for name in builtin_names() for dim in (64, 128)}
+    for bits in (1, 2, 4):
+        for axis in ("token", "channel"):
+            for zero in ("float", "integer", *(("none",) if axis == "token" else ())):
+                key = RowFormat(96, bits, 32, axis=axis, zero_point=zero, token_scale="max")
+                value = RowFormat(96, 4 // bits, 96, 0.9, zero_point=zero if axis == "token" else "float", centroids=5)
+                found[f"{bits} bits by {axis}, {zero}"] = PageFormat(key, value, 128)
+    return found
+
+
+def record(row: RowFormat) -> dict[str, Any]:
+    return {
+        "bits": row.bits, "group_size": row.group_size, "axis": row.axis, "zero_point": row.zero_point,
+        "token_scale": row.token_scale, "num_centroids": row.centroids, "apply": "online",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", formats().values(), ids=formats().keys())
+def test_pages_of_every_format_decode_to_the_same_numbers(fmt: PageFormat, reader: ModuleType):
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 2, fmt.tokens, fmt.head_dim, generator=generator).bfloat16()
+    tables = random_tables(fmt, 2)
+    books = PageTables(*(RowTables(t.feedback, t.centroids) for t in (tables.key, tables.value)))
+    pages = encode_pages(k, v, fmt, books)
+    expected = decode_pages(pages, fmt, books)
+    layer = {
+        "head_dim": fmt.head_dim, "page_tokens": fmt.tokens, "key": record(fmt.key), "value": record(fmt.value)
+    }  # fmt: skip
+    for head in range(2):
+        book = [None if t.centroids is None else t.centroids[head].numpy() for t in (books.key, books.value)]
+        found = reader.read_page(pages[head].numpy().tobytes(), layer, *book)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert np.array_equal(ours, theirs[head].numpy())
+
+
+def test_a_page_of_a_real_cache(converted: Path, reader: ModuleType, tmp_path: Path):
+    """Written while generating, read without us, and close to the rows that were cached, in the source's basis."""
+    model, _ = load(converted)
+    cache = new_cache(model, sink=0, recent=0)
+    ids = torch.arange(150)[None] * 7 % 4096
+    keys = {}
+
+    def watch(module: Any, _args: Any, kwargs: Any) -> None:
+        keys["hidden"] = kwargs["hidden_states"]
+
+    layer = model.model.layers[1].self_attn
+    hook = layer.register_forward_pre_hook(watch, with_kwargs=True)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        hook.remove()
+        model(ids[:, :1], past_key_values=cache)
+    stored = cache.layers[1].store.layer(1)
+    page = stored.pages_PKX[int(stored.table_BN[0, 0])][1].numpy().tobytes()
+    opened = reader.Artifact(converted)
+    key, value = opened.read_page(1, 1, page)
+    fmt = read_manifest(converted).layers[1].page_format()
+    pages = torch.frombuffer(bytearray(page), dtype=torch.uint8)[None]
+    for ours, theirs in zip((key, value), decode_pages(pages, fmt), strict=True):
+        assert np.array_equal(ours, theirs[0].numpy())
+    v_NKD = layer.v_proj(keys["hidden"])[0].float().unflatten(-1, (2, 64))  # folded: rotated by W_V
+    r = load_file(converted / "kvcompile.safetensors")["layers.1.value.rotation"][1]
+    source = (v_NKD[:64, 1].detach() @ r.T).numpy()
+    restored = opened.restore(1, 1, value, "value")
+    assert np.linalg.norm(restored - source) < 0.5 * np.linalg.norm(source)
+    (tmp_path / "page.bin").write_bytes(page)
+    done = subprocess.run(
+        [sys.executable, READER, converted, "1", "1", tmp_path / "page.bin"], capture_output=True, text=True
+    )
+    assert "keys [64, 64]: stored" in done.stdout, done.stderr
+
+
+# What a newer minor version may add
+
+
+def everywhere(document: Any) -> Any:
+    """A field that nobody knows in every object of a manifest, tables by name excepted."""
+    if isinstance(document, dict):
+        for value in document.values():
+            everywhere(value)
+        document["added_in_1_99"] = {"nested": [1, 2]}
+    elif isinstance(document, list):
+        for value in document:
+            everywhere(value)
+    return document
+
+
+def test_unknown_fields_are_ignored_at_any_depth(artifact: Path, reader: ModuleType):
+    tables = ("files", "projections", "shapes", "bits_per_element")
+
+    def add(document: dict[str, Any]) -> None:
+        for section in document.values():
+            if isinstance(section, dict):
+                kept = {name: section.pop(name) for name in tables if name in section}
+                everywhere(section)
+                section.update(kept)
+        for name in ("bits_per_element", "metrics"):
+            document[name].pop("added_in_1_99")
+        document["scheme"]["layers"].pop("added_in_1_99")
+        for layer in document["layers"]:
+            metrics = layer.pop("metrics")
+            everywhere(layer)
+            layer["metrics"] = metrics
+        document["schema_version"], document["added_in_1_99"] = "1.99", True
+
+    before = read_manifest(artifact)
+    rewrite(artifact, add)
+    after = read_manifest(artifact)
+    assert after.model_copy(update={"schema_version": before.schema_version}) == before
+    model, tokenizer = load(artifact)
+    inputs = tokenizer("The harbour", return_tensors="pt")
+    assert model.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
+    assert reader.Artifact(artifact).layer(0)["added_in_1_99"] == {"nested": [1, 2]}
+
+
+def test_unnamed_sidecar_tensors_are_ignored(artifact: Path, reader: ModuleType):
+    path = artifact / "kvcompile.safetensors"
+    tensors = load_file(path) | {"layers.0.key.added": torch.ones(3, dtype=torch.int64)}
+    save_file(tensors, path)
+
+    def seal(document: dict[str, Any]) -> None:
+        document["sidecar"]["sha256"] = file_digest(path)
+
+    rewrite(artifact, seal)
+    load(artifact)
+    reader.Artifact(artifact)
+    with safe_open(path, framework="np") as file:
+        assert "layers.0.key.added" in file.keys()  # noqa: SIM118 - safe_open is no mapping
+
+
+def test_absent_fields_have_their_defaults(artifact: Path, reader: ModuleType):
+    """A manifest as 1.0 would have had it, of a format that 1.0 could say."""
+    later = (
+        "axis", "zero_point", "rounding", "token_scale", "norm_scope", "num_centroids", "inverse", "mean", "feedback",
+        "centroids",
+    )  # fmt: skip
+
+    def age(document: dict[str, Any]) -> None:
+        for layer in document["layers"]:
+            for name in ("page_tokens", "correction"):
+                del layer[name]
+            for half in ("key", "value"):
+                for name in later:
+                    del layer[half][name]
+        del document["imported_rotations"]
+        document["source"].pop("license", None)
+        document["schema_version"] = "1.0"
+
+    before = read_manifest(artifact)
+    old = reader.Artifact(artifact).layer(0)
+    rewrite(artifact, age)
+    assert read_manifest(artifact).layers == before.layers
+    aged = reader.Artifact(artifact).layer(0)
+    assert {name: aged["key"][name] for name in reader.DEFAULTS} == {name: old["key"][name] for name in reader.DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bits", 3), ("axis", "head"), ("zero_point", "half"), ("token_scale", "median"), ("apply", "sometimes")],
+)
+def test_unknown_values_of_known_fields_are_errors(field: str, value: Any, artifact: Path, reader: ModuleType):
+    def change(document: dict[str, Any]) -> None:
+        document["layers"][0]["key"][field] = value
+
+    rewrite(artifact, change)
+    with pytest.raises(ArtifactError, match=field):
+        open_artifact(artifact)
+    with pytest.raises(ValueError, match=field):
+        reader.Artifact(artifact).layer(0)
+
+
+def test_unknown_kinds_in_the_scheme_are_errors(artifact: Path):
+    def change(document: dict[str, Any]) -> None:
+        document["scheme"]["key"]["rotation"]["kind"] = "learned"
+
+    rewrite(artifact, change)
+    with pytest.raises(ArtifactError, match=r"scheme\.key\.rotation"):
+        read_manifest(artifact)
+
+
+def test_newer_major_versions_are_refused(artifact: Path, reader: ModuleType):
+    rewrite(artifact, lambda document: document.update(schema_version="2.0"))
+    with pytest.raises(ArtifactError, match="upgrade kvcompile"):
+        read_manifest(artifact)
+    with pytest.raises(ValueError, match="too new"):
+        reader.Artifact(artifact)
+
+
+def test_the_specification_names_every_field():
+    """docs/manifest.md mentions every field of the published schema."""
+    text = (READER.parents[1] / "docs" / "manifest.md").read_text("utf-8")
+    schema: Any = manifest_schema()
+    records = ("Source", "Weights", "RowRecord", "LayerRecord", "CorrectionRecord", "Sidecar", "CalibrationRecord",
+               "RotationImport", "Encoding", "Producer")  # fmt: skip
+    names = set(schema["properties"]) | {name for r in records for name in schema["$defs"][r]["properties"]}
+    missing = [name for name in sorted(names) if f"`{name}`" not in text and f'"{name}"' not in text]
+    assert missing == []
