@@ -218,7 +218,7 @@ def attention_left_out(cache: Any) -> Iterator[None]:
     class Copying(type(original)):  # type: ignore[misc]
         """The same backend without attention."""
 
-        def attend(self, q_BHD: Tensor, layer: Any, scaling: float) -> tuple[Tensor, Tensor]:
+        def attend(self, q_BHD: Tensor, layer: Any, *_: Any) -> tuple[Tensor, Tensor]:
             return q_BHD.float().clone(), q_BHD[..., 0].float()
 
     copying = Copying()

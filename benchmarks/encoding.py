@@ -65,9 +65,7 @@ def writer(plan: LayerPlan, k_BKTD: Tensor, v_BKTD: Tensor, prepare: bool) -> Ca
     def write() -> None:
         k, v = k_BKTD, v_BKTD
         if prepare:
-            assert plan.key_rotation is not None and plan.key_mean is not None and plan.value_mean is not None
-            k = (backend.rotate(k, plan.key_rotation) - plan.key_mean[:, None]).bfloat16()
-            v = (v - plan.value_mean[:, None]).bfloat16()
+            k, v = backend.stored_rows(k, v, plan)
         k_NKTD, v_NKTD = (x[0].unflatten(1, (blocks, -1)).transpose(0, 1) for x in (k, v))
         backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_PKX, ids_N)
 

@@ -141,7 +141,7 @@ def test_passes(capsys: Capsys) -> None:
 def test_convert_says_what_it_did(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     out = tmp_path / "out"
     done = succeed(capsys, "convert", model, "-o", out, *QUICK)
-    assert f"wrote {out}: 2 layers packed" in done.out
+    assert f"wrote {out}: 2 of 2 layers packed" in done.out
     for word in ("calibrate", "rotations", "clip", "fold", "verify", "emit", "layer   1", "ratio", "peak memory"):
         assert word in done.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
@@ -388,7 +388,7 @@ def test_inspect_names_what_is_left_alone(tmp_path: Path, capsys: Capsys) -> Non
     found = json.loads(succeed(capsys, "inspect", model, "--json").out)
     assert ["sliding attention" in layer["reason"] for layer in found["layers"]] == [True, False]
     done = succeed(capsys, "convert", model, "-o", out, *QUICK)
-    assert "1 layers packed" in done.out
+    assert "1 of 2 layers packed" in done.out
     records = manifest_of(out)["layers"]
     assert records[0]["key"] is None
     assert "sliding attention" in records[0]["reason"]

@@ -13,12 +13,13 @@ import torch
 import kvcompile
 from kvcompile.calibration import Recorder
 from kvcompile.checkpoint import open_checkpoint
-from kvcompile.errors import OutputError, SchemeError
+from kvcompile.errors import KvCompileError, OutputError, SchemeError
 from kvcompile.evaluate.comparison import BF16, Comparison, compare, resolve_schemes
 from kvcompile.evaluate.cost import measure_cost
 from kvcompile.evaluate.page import comparison_page
 from kvcompile.evaluate.pictures import pareto_front
 from kvcompile.evaluate.stages import layer_errors, observe
+from kvcompile.evaluate.table import cells, header
 from kvcompile.models import load_tokenizer, take_inventory
 from kvcompile.passes.collection import Collection
 from kvcompile.passes.convert import collect_statistics
@@ -166,7 +167,7 @@ def test_comparison_has_every_number(compared):
     assert bf16.cost.bytes_per_token == 2 * 2 * 4 * 2 * 64
     for row in (oscar, omni):
         assert row.quality.divergence is not None and row.quality.divergence.kl > 1e-3
-        assert row.quality.divergence.positions == 2 * 239
+        assert row.quality.divergence.positions == 2 * 191
         assert row.cost.bytes_per_token < bf16.cost.bytes_per_token / 3
         assert [entry.layer for entry in row.layers] == [0, 1, 2, 3]
         assert [len(entry.findings) for entry in row.quality.retrieval] == [2]
@@ -288,6 +289,47 @@ def test_compare_prints_json(capsys: Capsys):
 )
 def test_compare_refuses(arguments, message, capsys: Capsys):
     assert message in refuse(capsys, "compare", EXAMPLE, "--backend", "codec", *arguments)
+
+
+def test_commas_inside_quotes_do_not_part_schemes(capsys: Capsys):
+    """The second scheme is unknown, so both were read."""
+    schemes = 'naive-int2+layers."0,1".window.sink=0,nothing'
+    assert "unknown scheme 'nothing'" in refuse(capsys, "compare", EXAMPLE, "--schemes", schemes)
+
+
+def test_every_row_says_its_backend(compared):
+    found, _ = compared
+    assert [row.backend for row in found.rows] == ["transformers", "codec", "codec"]
+    assert [row["backend"] for row in found.as_json()["rows"]] == ["transformers", "codec", "codec"]
+    assert header(found.rows).index("backend") == cells(found.rows[0]).index("transformers")
+
+
+def test_a_failure_leaves_a_report_of_what_was_measured(tmp_path, monkeypatch):
+    out, loads = tmp_path / "report", []
+
+    def fails_the_second_time(*arguments: object, **settings: object) -> object:
+        loads.append(arguments)
+        if len(loads) == 2:
+            raise KvCompileError("nothing left to load into")
+        return kvcompile.load(*arguments, **settings)
+
+    monkeypatch.setattr("kvcompile.evaluate.comparison.load", fails_the_second_time)
+    schemes = ["naive-int2+window.sink=0+window.recent=0", "quarot-int2+window.sink=0+window.recent=0"]
+    with pytest.raises(KvCompileError, match="nothing left") as caught:
+        compare(EXAMPLE, schemes, out, text=HELDOUT, windows=1, length=128, backend="codec")
+    assert any(schemes[1] in note for note in caught.value.__notes__)
+    assert any(str(out) in note for note in caught.value.__notes__)
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert [row["label"] for row in rows] == [BF16, schemes[0]]
+    assert schemes[0] in (out / "report.html").read_text()
+
+
+def test_a_file_that_kept_the_name_of_its_origin_goes_by_its_own(tmp_path):
+    (tmp_path / "mine.toml").write_text(scheme_text("naive-int2").replace("sink = 64", "sink = 1"))
+    (tmp_path / "same.toml").write_text(scheme_text("naive-int2"))
+    assert list(resolve_schemes(["naive-int2", str(tmp_path / "mine.toml")])) == ["naive-int2", "mine"]
+    with pytest.raises(SchemeError, match="named twice"):
+        resolve_schemes(["naive-int2", str(tmp_path / "same.toml")])
 
 
 def test_compare_does_not_write_over_anything(tmp_path, capsys: Capsys):

@@ -8,12 +8,13 @@ import torch
 
 import kvcompile
 from benchmarks.quality import calibration_file, measure
+from kvcompile.calibration import AttentionSample
 from kvcompile.codec import PageFormat, RowFormat, decode_pages
 from kvcompile.codec.correction import Correction
 from kvcompile.errors import CacheError, KvCompileError
 from kvcompile.passes.adapters import AttentionRows, train
 from kvcompile.passes.convert import convert
-from kvcompile.passes.correction import masks, split
+from kvcompile.passes.correction import attention_rows, masks, split
 from kvcompile.runtime.backend import CodecBackend
 from kvcompile.runtime.cache import LayerPlan, NewRows, PackedLayer
 from kvcompile.runtime.store import Geometry, PackedStore, Storage
@@ -285,10 +286,24 @@ def test_a_corrected_model_generates_and_crops(converted_twice) -> None:
         cache.crop(100)
 
 
+def test_training_sees_the_logits_of_the_source(example, tmp_path) -> None:
+    """Queries go by the transposed inverse, which differs from the rotation where the basis is balanced."""
+    sets = [*SMALL, "key.rotation.kind=spectral", "key.rotation.target=key", "key.rotation.balance=1.5"]
+    ir = convert(example, tmp_path / "out", "kvlinc-int2", overrides=sets, stop_after="clip").ir
+    layer = ir.layers().compiled[0]
+    sample = AttentionSample.restore(ir.statistics, layer.index)
+    rows = attention_rows(ir, layer, torch.device("cpu"))[0]
+    q_KXD, k_KTD = rows.q_HnD.unflatten(0, (len(rows.k_KTD), -1)).flatten(1, 2), rows.k_KTD
+    found = q_KXD @ k_KTD.mT
+    source_q = sample.q_SKXD[0].float().unflatten(1, (-1, rows.q_HnD.shape[1])).flatten(1, 2)
+    expected = source_q @ sample.k_SKTD[0].float().mT
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
 def test_training_needs_a_sample_and_a_codec(example, tmp_path) -> None:
     passes = load_scheme("kvlinc-int2").passes
     without = load_scheme("kvlinc-int2").model_copy(update={"passes": tuple(p for p in passes if p != "calibrate")})
-    with pytest.raises(KvCompileError, match="calibrate pass must come first"):
+    with pytest.raises(KvCompileError, match="pass 'calibrate' must be among its passes"):
         convert(example, tmp_path / "out", without)
 
 

@@ -97,8 +97,8 @@ class Watched:
         self.calls: dict[int, list[tuple]] = {}
         attend = PackedLayer.attend
 
-        def spy(layer, q_BHTD, rows, mask, scaling, module):
-            out_BTHD = attend(layer, q_BHTD, rows, mask, scaling, module)
+        def spy(layer, q_BHTD, rows, mask, scaling, module, *special):
+            out_BTHD = attend(layer, q_BHTD, rows, mask, scaling, module, *special)
             stored = layer.store.num_pages[0]
             seen = (q_BHTD[0], rows.k_BKTD[0], rows.v_BKTD[0], out_BTHD[0].transpose(0, 1), stored, scaling)
             seen = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in seen)

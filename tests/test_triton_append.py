@@ -2,6 +2,7 @@
 # ruff: noqa: E402 - the interpreter must be chosen before the kernels are imported
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from kvcompile.codec import LayerCache, PageFormat, RowFormat
-from kvcompile.kernels.triton_append import RowMap, TokenMaps, append_token
+from kvcompile.kernels.triton_append import TokenMaps, append_token
+from kvcompile.kernels.triton_rows import RowMap, map_rows
+from kvcompile.runtime.backend import CodecBackend
 from tests.compiled import compile_for_hopper
 
 UNTOUCHED = 7.0
@@ -185,4 +188,38 @@ def test_compiles_for_hopper(dtype, head_dim, tmp_path):
     )
     assert ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in built["ptx"]) == halves
     assert "tf32" not in built["ptx"]
+    assert "STL" not in built["sass"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "tokens", "rotate", "center"), [
+    (128, 1, True, True), (64, 70, True, False), (80, 33, True, True), (96, 130, False, True), (32, 5, False, False),
+])  # fmt: skip
+def test_rows_of_a_prefill_are_stored_as_the_codec_stores_them(head_dim, tokens, rotate, center, dtype):
+    """Rotated, centred and rounded: to the bit, but for ties that fall to the other side."""
+    generator = torch.Generator().manual_seed(0)
+    heads = 3
+    x = torch.randn(2, tokens, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)
+    r = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, generator=generator)).Q if rotate else None
+    mean = torch.randn(heads, head_dim, generator=generator) if center else None
+    plan = SimpleNamespace(key_rotation=r, key_mean=mean, value_rotation=None, value_mean=None)
+    expected, _ = CodecBackend().stored_rows(x, x, plan)
+    moved = (None if y is None else y.to(DEVICE) for y in (r, mean))
+    found = map_rows(x.to(DEVICE), RowMap.of(*moved)).cpu()
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7, atol=2**-9)
+    assert (found != expected).float().mean() < (0.02 if rotate else 1e-9)
+
+
+def test_rows_that_do_not_fit_a_map_are_refused():
+    with pytest.raises(ValueError, match="does not fit"):
+        map_rows(torch.zeros(1, 2, 3, 32, device=DEVICE), RowMap.of(torch.eye(32, device=DEVICE).expand(3, 32, 32)))
+
+
+def test_mapping_rows_compiles_for_hopper(tmp_path):
+    """Tensor cores on both halves of the matrix, and no spills."""
+    types = {"x_ptr": "*bf16", "r_ptr": "*bf16", "mean_ptr": "*fp32", "out_ptr": "*bf16"}
+    constants = {"D": 128, "ROWS": 64, "CHANNELS": 128, "STEP": 64, "ROTATE": True, "CENTER": True, "HALVES": True}
+    built = compile_for_hopper("kvcompile.kernels.triton_rows:_map_kernel", types, constants, tmp_path, num_warps=4)
+    assert "GMMA" in built["sass"] or "HMMA" in built["sass"]
     assert "STL" not in built["sass"]

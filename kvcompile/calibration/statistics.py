@@ -10,13 +10,15 @@ score matrix S is never materialised.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from kvcompile.models.attention import Softmax, dense_attention
 
 OBSERVER = "kvcompile_observe"
 ROWS_PER_CHUNK = 512
@@ -53,17 +55,37 @@ class AttentionSample:
     """Whole stretches of attention of one layer, float32: the last queries of S sequences and all keys and values.
 
     X = G n rows are n queries of the G heads of a KV head. In a sequence that is longer than the sample the middle is
-    left out, so that the first and the last tokens are there.
+    left out, so that the first and the last tokens are there. `softcap` and `sinks_H` are None where the model has none.
     """
 
     q_SKXD: Tensor
     k_SKTD: Tensor
     v_SKTD: Tensor
     scaling: float
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def softmax(self) -> Softmax:
+        """How this layer's products become weights."""
+        return Softmax(self.scaling, self.softcap, self.sinks_H)
+
+    def weights(self, k_SKTD: Tensor) -> Tensor:
+        """Attention weights ``[S, K, X, T]`` of the sample's queries over these keys; each query sees all of them."""
+        logits_SKXT = self.softmax.logits(self.q_SKXD @ k_SKTD.mT)
+        weights_SKXT = logits_SKXT.softmax(dim=-1)
+        if self.sinks_H is None:
+            return weights_SKXT
+        lse_SHn = logits_SKXT.logsumexp(dim=-1).reshape(len(logits_SKXT), len(self.sinks_H), -1)
+        return weights_SKXT * self.softmax.kept(lse_SHn).reshape(*logits_SKXT.shape[:3], 1)
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
         """The sample under the names that the IR uses."""
         named = {"q": self.q_SKXD, "k": self.k_SKTD, "v": self.v_SKTD, "scaling": torch.tensor(self.scaling)}
+        if self.softcap is not None:
+            named["softcap"] = torch.tensor(self.softcap)
+        if self.sinks_H is not None:
+            named["sinks"] = self.sinks_H
         return {f"layers.{layer}.sample_{name}": tensor for name, tensor in named.items()}
 
     @classmethod
@@ -72,7 +94,9 @@ class AttentionSample:
         if f"layers.{layer}.sample_q" not in statistics:
             return None
         q, k, v, scaling = (statistics[f"layers.{layer}.sample_{name}"] for name in ("q", "k", "v", "scaling"))
-        return cls(q.float(), k.float(), v.float(), float(scaling))
+        softcap, sinks = (statistics.get(f"layers.{layer}.sample_{name}") for name in ("softcap", "sinks"))
+        softmax = None if softcap is None else float(softcap), None if sinks is None else sinks.float()
+        return cls(q.float(), k.float(), v.float(), float(scaling), *softmax)
 
 
 @dataclass
@@ -99,7 +123,7 @@ class LayerStatistics:
     def sample(self) -> AttentionSample:
         """The parts as one sample."""
         q, k, v = (torch.cat(x) for x in zip(*((p.q_SKXD, p.k_SKTD, p.v_SKTD) for p in self.parts), strict=True))
-        return AttentionSample(q, k, v, self.parts[0].scaling)
+        return replace(self.parts[0], q_SKXD=q, k_SKTD=k, v_SKTD=v)
 
 
 class Recorder:
@@ -119,7 +143,15 @@ class Recorder:
         self.seconds = 0.0
 
     def observe(
-        self, index: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, out_BTHD: Tensor, scaling: float
+        self,
+        index: int,
+        q_BHTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        out_BTHD: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> None:
         """Take in one attention call of layer `index`."""
         if index not in self.num_kv_of_layer:
@@ -142,7 +174,9 @@ class Recorder:
         layer.add_means(k_BKTD, v_BKTD)
         wanted = self.sequences - sum(len(part.q_SKXD) for part in layer.parts)
         if wanted > 0:
-            layer.parts.append(self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling))
+            sample = self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling)
+            sinks_H = None if sinks_H is None else sinks_H.detach().cpu().clone()
+            layer.parts.append(replace(sample, softcap=softcap, sinks_H=sinks_H))
         self.seconds += time.perf_counter() - started
 
     def _sample(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> AttentionSample:
@@ -158,6 +192,8 @@ class Recorder:
 
 
 _active: Recorder | None = None
+_SPECIAL = {"softcap": "softcap", "sinks_H": "s_aux"}
+"""What no plain softmax takes: our names, and those under which models hand it to their attention."""
 
 
 @contextmanager
@@ -172,12 +208,13 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def _observe_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    out_BTHD, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+    out_BTHD, weights = dense_attention(module, query, key, value, attention_mask, **kwargs)
     if _active is not None:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        _active.observe(module.layer_idx, query, key, value, out_BTHD, scaling)  # type: ignore[arg-type]
+        special = {ours: kwargs[theirs] for ours, theirs in _SPECIAL.items() if kwargs.get(theirs) is not None}
+        _active.observe(module.layer_idx, query, key, value, out_BTHD, scaling, **special)  # type: ignore[arg-type]
     return out_BTHD, weights
 
 

@@ -1,6 +1,7 @@
 """`kvcompile compare`."""
 
 import json
+import re
 from pathlib import Path
 
 import click
@@ -67,7 +68,7 @@ def compare_command(
     console = Console(stderr=True)
     found = compare(
         model,
-        [entry.strip() for entry in schemes.split(",") if entry.strip()],
+        [entry.strip() for entry in re.findall(r'(?:[^,"]|"[^"]*")+', schemes) if entry.strip()],
         out,
         keep=keep,
         text=text,

@@ -95,4 +95,9 @@ def convert_command(
         return
     console.print(cost_table(result))
     bits = ", ".join(f"{value:.2f} at {label}" for label, value in result.manifest.bits_per_element.items())
-    click.echo(f"wrote {result.out}: {len(result.manifest.compiled)} layers packed, bits per element {bits}")
+    layers = result.ir.layers()
+    click.echo(
+        f"wrote {result.out}: {len(layers.compiled)} of {len(layers.layers)} layers packed, bits per element {bits}"
+    )
+    for note in sorted({layer.note for layer in layers.compiled if layer.note}):
+        click.echo(f"  note: {note}")

@@ -39,9 +39,8 @@ def _show(found: Inspection, console: Console) -> None:
     table = Table("layer", "attention", "heads q/kv", "head_dim", "B/token BF16", "B/token packed", "packed?")
     for x in found.layers:
         heads = f"{x.num_heads}/{x.num_key_value_heads}"
-        table.add_row(
-            str(x.index), x.kind, heads, str(x.head_dim), str(x.bf16_bytes), f"{x.packed_bytes:.0f}", x.reason or "yes"
-        )
+        state = x.reason or (f"yes ({x.note})" if x.note else "yes")
+        table.add_row(str(x.index), x.kind, heads, str(x.head_dim), str(x.bf16_bytes), f"{x.packed_bytes:.0f}", state)
     dense, packed = sum(x.bf16_bytes for x in found.layers), sum(x.packed_bytes for x in found.layers)
     table.add_section()
     table.add_row("all", "", "", "", str(dense), f"{packed:.0f}", f"{found.packed_layers} of {len(found.layers)}")

@@ -52,11 +52,14 @@ class LayerCache:
         return torch.cat([x.float() for x in k], dim=1), torch.cat([x.float() for x in v], dim=1)
 
 
-def attend_layer(q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+def attend_layer(
+    q_BHD: Tensor, layer: LayerCache, scaling: float, softcap: float | None = None, shift_BH: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of one new token per row over everything in the layer, in the rotated value basis.
 
-    `q_BHD` holds rotated queries. Returns the output float32 ``[B, H, D]`` and the log of the softmax denominator ``[B, H]``;
-    a row without tokens gives zeros and minus infinity.
+    `q_BHD` holds rotated queries. With `softcap` logits become ``softcap tanh((logit + shift) / softcap)``; the shift is what
+    the mean of centred keys adds to every logit of a query, which a softmax alone would not notice. Returns the output float32
+    ``[B, H, D]`` and the log of the softmax denominator ``[B, H]``; a row without tokens gives zeros and minus infinity.
     """
     out_BHD = torch.zeros(q_BHD.shape, dtype=torch.float32, device=q_BHD.device)
     lse_BH = torch.full(q_BHD.shape[:2], -torch.inf, device=q_BHD.device)
@@ -65,6 +68,10 @@ def attend_layer(q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tens
         if k_KTD.shape[1]:
             q_KGD = q_BHD[row].float().unflatten(0, (k_KTD.shape[0], -1))
             logits_KGT = q_KGD @ k_KTD.transpose(1, 2) * scaling
+            if softcap is not None:
+                if shift_BH is not None:
+                    logits_KGT += shift_BH[row].view(*logits_KGT.shape[:2], 1)
+                logits_KGT = softcap * (logits_KGT / softcap).tanh()
             out_BHD[row] = (logits_KGT.softmax(dim=-1) @ v_KTD).flatten(0, 1)
             lse_BH[row] = logits_KGT.logsumexp(dim=-1).flatten()
     return out_BHD, lse_BH

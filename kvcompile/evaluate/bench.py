@@ -84,7 +84,7 @@ def bench(
     Raises KvCompileError for a context that the model cannot take, or a case that does not fit the device.
     """
     model, _ = load(directory, device=resolve_device(device), dtype=torch.bfloat16, backend=backend, source=source)
-    config = model.config
+    config = model.config.get_text_config()
     limit = int(getattr(config, "max_position_embeddings", 0) or max(contexts) + steps + WARM_UP)
     _check(contexts, batches, steps, limit - steps - WARM_UP)
 

@@ -1,6 +1,7 @@
 """`kvcompile compare`: one model converted with several schemes, each measured the same way, in one table and one report."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,16 +14,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcompile.checkpoint import open_checkpoint
-from kvcompile.errors import KvCompileError, OutputError, SchemeError
+from kvcompile.errors import CacheError, KvCompileError, OutputError, SchemeError
 from kvcompile.evaluate.cost import Cost, measure_cost
 from kvcompile.evaluate.divergence import reference_logits
 from kvcompile.evaluate.evaluation import Quality, Track, Workload, make_workload, measure_quality, untracked
 from kvcompile.evaluate.stages import LayerErrors, TokenNorms, layer_errors, observe, token_norm_picture
 from kvcompile.evaluate.text import held_back_text, read_text
-from kvcompile.models import load_model, load_tokenizer, resolve_device, take_inventory
+from kvcompile.evaluate.uncalibrated import page_format
+from kvcompile.models import EXACT, load_model, load_tokenizer, resolve_device, take_inventory
 from kvcompile.passes.convert import collect_statistics, convert
 from kvcompile.passes.emit import CONTEXTS
+from kvcompile.passes.inventory import check_fit
 from kvcompile.runtime import load, new_cache
+from kvcompile.runtime.backend import choose_backend
 from kvcompile.scheme import Scheme, load_scheme
 
 BF16 = "bf16"
@@ -38,6 +42,7 @@ class Row:
     label: str
     summary: str
     bits_per_element: dict[str, float]
+    backend: str
     quality: Quality
     cost: Cost
     convert_seconds: float
@@ -55,7 +60,6 @@ class Comparison:
     windows: int
     window_tokens: int
     counted_from: int
-    backend: str
     machine: str
     rows: tuple[Row, ...]
     spectra: Mapping[int, Mapping[str, tuple[float, ...]]]
@@ -95,12 +99,21 @@ def compare(
 
     A scheme is a built-in name or TOML file, with overrides as in ``"oscar-int2+key.clip.ratio=0.95"``, or a Scheme. All
     share one calibration pass. The reference of every divergence is the source. Into `out` go `report.html` and
-    `compare.json`, and with `keep` the artifacts. Raises a KvCompileError before work starts for what can be refused.
+    `compare.json`, and with `keep` the artifacts. Raises a KvCompileError before work starts for what can be refused; when a
+    scheme fails later, the report has the schemes before it.
     """
     planned = resolve_schemes(schemes)
-    folder = _prepare(out, keep)
     torch_device = resolve_device(device)
     checkpoint = open_checkpoint(model)
+    layers = take_inventory(checkpoint).compiled
+    for label, scheme in planned.items():
+        for layer in layers:
+            check_fit(scheme, layer)
+        try:
+            choose_backend(backend, torch_device, [page_format(scheme, layers[0].head_dim)])
+        except CacheError as error:
+            raise CacheError(f"scheme {label}: {error}") from error
+    folder = _prepare(out, keep)
     settings: dict[str, Any] = {
         "calibration": calibration,
         "calibration_field": calibration_field,
@@ -112,15 +125,27 @@ def compare(
     statistics = collect_statistics(checkpoint.path, planned.values(), **settings, track=track)
     tokenizer = load_tokenizer(checkpoint.path)
     evaluated = read_text(text) if text else held_back_text(statistics.records(), tokenizer)
-    source = load_model(checkpoint.path, "sdpa", torch_device)
+    source = load_model(checkpoint.path, EXACT, torch_device)
     exact = max(min(v.window.sink + v.window.recent + v.window.block for v in s.variants()) for s in planned.values())
     work = make_workload(source, tokenizer, evaluated, windows, length, retrieval, haystack, words, trials, exact)
     reference = _RememberedLogits(source)
     say(f"measuring {BF16}")
     rows = [_measure_source(source, tokenizer, work, reference, track)]
-    layers = take_inventory(checkpoint).compiled
     observation = observe(checkpoint.path, layers, work.windows_NT[:OBSERVED_WINDOWS], torch_device)
-    name = ""
+
+    def comparison() -> Comparison:
+        return Comparison(
+            checkpoint.path.name,
+            work.text,
+            ", ".join(sorted({f"{r.text}, {r.tokens} tokens" for r in statistics.records()})) or "none needed",
+            work.windows_NT.shape[0],
+            work.windows_NT.shape[1],
+            work.start,
+            f"{torch_device.type}, {torch.get_num_threads()} threads",
+            tuple(rows),
+            observation.spectra,
+        )
+
     with tempfile.TemporaryDirectory(prefix="kvcompile-") as temporary:
         for label, scheme in planned.items():
             say(f"converting and measuring {label}")
@@ -129,18 +154,22 @@ def compare(
                 result = convert(checkpoint.path, place, scheme, **settings, statistics=statistics)
                 converted, _ = load(place, device=torch_device, backend=backend)
                 compiled: Any = converted
-                name = compiled.kvcompile.backend.name
                 make_cache = partial(new_cache, converted)
                 quality = measure_quality(converted, tokenizer, make_cache, work, reference, track)
                 cost = measure_cost(converted, make_cache(), work.windows_NT[0])
             except KvCompileError as error:
+                _forget_conversion(error, place)
                 error.add_note(f"in scheme {label}")
+                if folder is not None and len(rows) > 1:
+                    write_comparison(comparison(), folder)
+                    error.add_note(f"what was measured before it is in {folder}")
                 raise
             assert result.manifest is not None
             row = Row(
                 label,
                 scheme.summary,
                 dict(result.manifest.bits_per_element),
+                compiled.kvcompile.backend.name,
                 quality,
                 cost,
                 sum(result.seconds.values()),
@@ -149,18 +178,7 @@ def compare(
             )
             rows.append(row)
             del converted, compiled, make_cache
-    found = Comparison(
-        checkpoint.path.name,
-        work.text,
-        ", ".join(sorted({f"{r.text}, {r.tokens} tokens" for r in statistics.records()})) or "none needed",
-        work.windows_NT.shape[0],
-        work.windows_NT.shape[1],
-        work.start,
-        name,
-        f"{torch_device.type}, {torch.get_num_threads()} threads",
-        tuple(rows),
-        observation.spectra,
-    )
+    found = comparison()
     if folder is not None:
         write_comparison(found, folder)
     return found
@@ -179,13 +197,18 @@ def resolve_schemes(schemes: Iterable[str | Scheme]) -> dict[str, Scheme]:
     found: dict[str, Scheme] = {}
     for entry in schemes:
         overrides: list[str] = []
+        file = Path(entry) if isinstance(entry, str) and Path(entry).is_file() else None
         if isinstance(entry, str):
             if not Path(entry).is_file():
                 entry, *overrides = entry.split("+")
             entry = load_scheme(entry.strip(), overrides)
         label = "+".join([entry.name, *overrides])
-        if label in found or label == BF16:
-            raise SchemeError(f"scheme '{label}' is named twice; {BF16} is always compared")
+        if file is not None and (label == BF16 or found.get(label, entry) != entry):
+            label = file.stem  # a scheme of one's own that still has the name of the one it was made from
+        if label == BF16:
+            raise SchemeError(f"{BF16} is always compared; give the scheme another name")
+        if label in found:
+            raise SchemeError(f"scheme '{label}' is named twice; change `name` in one of the files, or leave one out")
         found[label] = entry
     if not found:
         raise SchemeError("name at least one scheme to compare, for example --schemes oscar-int2,naive-int2")
@@ -216,7 +239,13 @@ def _measure_source(
     quality = measure_quality(source, tokenizer, make_cache, work, reference, track)
     cost = measure_cost(source, make_cache(), work.windows_NT[0])
     bits = {label: 16.0 for label in CONTEXTS}
-    return Row(BF16, "the model as it is, with transformers' cache", bits, quality, cost, 0.0)
+    return Row(BF16, "the model as it is, with transformers' cache", bits, "transformers", quality, cost, 0.0)
+
+
+def _forget_conversion(error: KvCompileError, place: Path) -> None:
+    """Remove what a failed conversion left to resume from, and the advice to do so: a comparison begins anew."""
+    shutil.rmtree(place.parent / f".{place.name}.kvcompile", ignore_errors=True)
+    error.__notes__ = [note for note in getattr(error, "__notes__", []) if "--resume" not in note]
 
 
 def _prepare(out: str | Path | None, keep: bool) -> Path | None:

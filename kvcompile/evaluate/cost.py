@@ -34,7 +34,7 @@ class Cost:
 
 def measure_cost(model: PreTrainedModel, cache: Cache, ids_T: Tensor) -> Cost:
     """Fill the fresh `cache` by one prefill, then decode; `ids_T` are repeated up to 4096 tokens, if the model takes so many."""
-    limit = int(getattr(model.config, "max_position_embeddings", CONTEXT + STEPS))
+    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", CONTEXT + STEPS))
     tokens = max(1, min(CONTEXT, limit - STEPS))
     ids_BT = ids_T.repeat(-(-(tokens + STEPS) // len(ids_T)))[None, : tokens + STEPS].to(model.device)
     step: Any = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -57,14 +57,9 @@ def _encode_ms(layer: PackedLayer, device: torch.device) -> float:
     pages_PKX = torch.empty(blocks, shape[1], geometry.page_bytes, dtype=torch.uint8, device=device)
     ids_N = torch.arange(blocks, device=device)
 
-    def rows(x_BKTD: Tensor, r_KDD: Tensor | None, mean_KD: Tensor | None) -> Tensor:
-        x_BKTD = x_BKTD if r_KDD is None else layer.backend.rotate(x_BKTD, r_KDD)
-        x_BKTD = x_BKTD if mean_KD is None else x_BKTD - mean_KD[:, None]
-        return x_BKTD[0].bfloat16().unflatten(1, (blocks, geometry.block)).transpose(0, 1)
-
     def encode(count: int) -> None:
-        k_NKTD = rows(k_BKTD, layer.plan.key_rotation, layer.plan.key_mean)[:count]
-        v_NKTD = rows(v_BKTD, layer.plan.value_rotation, layer.plan.value_mean)[:count]
+        stored = layer.backend.stored_rows(k_BKTD, v_BKTD, layer.plan)
+        k_NKTD, v_NKTD = (x[0].unflatten(1, (blocks, geometry.block)).transpose(0, 1)[:count] for x in stored)
         layer.backend.write_pages(k_NKTD, v_NKTD, storage.fmt, storage.tables, pages_PKX, ids_N[:count])
 
     encode(1)

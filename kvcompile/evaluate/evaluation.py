@@ -25,7 +25,7 @@ from kvcompile.evaluate.retrieval import (
 )
 from kvcompile.evaluate.teacher_forcing import first_page
 from kvcompile.evaluate.text import EvaluationText, cut_windows, held_back_text, read_text
-from kvcompile.models import load_model, resolve_device
+from kvcompile.models import EXACT, load_model, resolve_device
 from kvcompile.runtime import load, new_cache
 from kvcompile.runtime.cache import PackedCache, dense_bytes
 
@@ -121,7 +121,7 @@ def evaluate(
     )
     reference = model
     if against is not None:
-        reference = load_model(open_checkpoint(against).path, "sdpa", model.device)
+        reference = load_model(open_checkpoint(against).path, EXACT, model.device)
     logits = partial(reference_logits, reference) if kl or against else None
     quality = measure_quality(model, tokenizer, make_cache, work, logits, track)
     return Evaluation(
@@ -150,11 +150,12 @@ def make_workload(
     trials: int,
     needed: int,
 ) -> Workload:
-    """Cut windows from `text` and plant numbers; the first `needed` tokens of a window are exact, so it must be longer.
+    """Cut windows from `text` and plant numbers. The first `needed` tokens of a window are exact and not counted.
 
     Raises KvCompileError for a retrieval length that is too short to hold the task or too long for the model.
     """
-    limit = int(getattr(model.config, "max_position_embeddings", 0) or max(length, *retrieval, 0) + ANSWER_TOKENS)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
+    limit = int(positions or max(length, *retrieval, 0) + ANSWER_TOKENS)
     for tokens in retrieval:
         if not SHORTEST_RETRIEVAL <= tokens <= limit - ANSWER_TOKENS:
             raise KvCompileError(
@@ -164,7 +165,7 @@ def make_workload(
     windows_NT = cut_windows(text, tokenizer, windows, min(length, limit), needed)
     hay = read_text(haystack).text if haystack else text.text
     planted = {n: trials_of_length(hay, words or default_words(), tokenizer, n, trials) for n in retrieval}
-    return Workload(text.name, windows_NT, windows_NT.shape[1] // 4, planted)
+    return Workload(text.name, windows_NT, max(windows_NT.shape[1] // 4, needed), planted)
 
 
 def measure_quality(

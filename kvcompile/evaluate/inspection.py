@@ -16,7 +16,10 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class LayerInspection:
-    """One layer: heads, whether the scheme packs its cache, and bytes per cached token (BF16, packed history)."""
+    """One layer: heads, bytes per cached token (BF16, packed history), and why the scheme leaves its cache alone, if it does.
+
+    `note` says what is unusual about a layer that is packed.
+    """
 
     index: int
     kind: str
@@ -26,6 +29,7 @@ class LayerInspection:
     reason: str
     bf16_bytes: int
     packed_bytes: float
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,9 @@ def _inspect_layer(layer: AttentionLayer, scheme: Scheme) -> LayerInspection:
             check_fit(scheme, layer)
         except SchemeError as error:
             reason = str(error)
-    bits = [history_bits(row, layer.head_dim) for _, row in scheme.layer(layer.index).rows()]
-    packed = float(dense) if reason else elements * sum(bits) / 8
+    packed = float(dense)
+    if not reason:
+        packed = elements * sum(history_bits(row, layer.head_dim) for _, row in scheme.layer(layer.index).rows()) / 8
     return LayerInspection(
-        layer.index, layer.kind, layer.num_heads, layer.num_key_value_heads, layer.head_dim, reason, dense, packed
-    )
+        layer.index, layer.kind, layer.num_heads, layer.num_key_value_heads, layer.head_dim, reason, dense, packed, layer.note
+    )  # fmt: skip

@@ -55,7 +55,7 @@ def comparison_page(found: Comparison) -> str:
 def _measured_on(found: Comparison) -> str:
     return (
         f"{found.windows} windows of {found.window_tokens} tokens of {found.text}, teacher-forced through the real packed "
-        f"cache and counted from position {found.counted_from}; calibration: {found.calibration}; backend {found.backend}, "
+        f"cache and counted from position {found.counted_from}; calibration: {found.calibration}; "
         f"{found.machine}."
     )
 

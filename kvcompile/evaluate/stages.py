@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcompile.calibration import OBSERVER, AttentionSample, Recorder, recording
 from kvcompile.codec.quantizer import token_norms
-from kvcompile.models import AttentionLayer, load_model
+from kvcompile.models import AttentionLayer, decoder_of, load_model
 from kvcompile.passes.coding import HalfCoding, history_slice
 from kvcompile.passes.ir import IR
 from kvcompile.scheme.model import TokenScale
@@ -70,7 +70,7 @@ def observe(path: Path, layers: Iterable[AttentionLayer], windows_NT: Tensor, de
     model = load_model(path, OBSERVER, device)
     with torch.inference_mode(), recording(recorder):
         for ids_T in windows_NT:
-            model.base_model(ids_T[None].to(device), use_cache=False)
+            decoder_of(model)(ids_T[None].to(device), use_cache=False)
     samples, spectra = {}, {}
     for index, seen in sorted(recorder.layers.items()):
         sample = AttentionSample.restore(seen.sample().tensors(index), index)
@@ -138,8 +138,8 @@ class _Attention:
 
     def _attend(self, k_SKTD: Tensor, v_SKTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of the history, S V, and S V W_O summed over heads."""
-        logits_SKXT = self.sample.q_SKXD @ k_SKTD.mT * self.sample.scaling
-        out_SKXD = logits_SKXT.softmax(dim=-1) @ v_SKTD
+        logits_SKXT = self.sample.softmax.logits(self.sample.q_SKXD @ k_SKTD.mT)
+        out_SKXD = self.sample.weights(k_SKTD) @ v_SKTD
         out_SKGnD = out_SKXD.unflatten(2, (self.w_KGDO.shape[1], -1))
         return logits_SKXT[..., self.history], out_SKXD, (out_SKGnD @ self.w_KGDO).sum(dim=(1, 2))
 

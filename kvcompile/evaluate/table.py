@@ -11,7 +11,7 @@ def header(rows: Sequence[Row]) -> list[str]:
     lengths = [f"found at {entry.tokens:,}" for entry in rows[0].quality.retrieval]
     return [
         "scheme", *(f"bits at {label}" for label in CONTEXTS), f"B/token at {rows[0].cost.tokens:,}", "perplexity",
-        "KL", "KL 99%", "same top token", *lengths, "encode ms", "decode ms", "convert s",
+        "KL", "KL 99%", "same top token", *lengths, "backend", "encode ms", "decode ms", "convert s",
     ]  # fmt: skip
 
 
@@ -28,6 +28,7 @@ def cells(row: Row) -> list[str]:
         f"{divergence.kl_p99:.4f}",
         f"{divergence.agreement:.2%}",
         *(f"{entry.share:.0%}" for entry in row.quality.retrieval),
+        row.backend,
         "–" if cost.encode_ms is None else f"{cost.encode_ms:.1f}",
         f"{cost.decode_ms:.1f}",
         f"{row.convert_seconds:.1f}",

@@ -57,10 +57,7 @@ def page_format(scheme: Scheme, head_dim: int) -> PageFormat:
 
 def random_plan(scheme: Scheme, shape: Shape, device: torch.device, seed: int = 0) -> LayerPlan:
     """What the runtime would do to layer 0 of a model converted with `scheme`. Raises SchemeError where it does not fit."""
-    place = "the shape"
-    check_fit(
-        scheme, AttentionLayer(0, "", shape.heads, shape.kv_heads, shape.head_dim, place, place, place, place, None)
-    )
+    check_fit(scheme, AttentionLayer(0, "", shape.heads, shape.kv_heads, shape.head_dim, "the shape", "", "", None))
     generator = torch.Generator().manual_seed(seed)
     layer, dim = scheme.layer(0), shape.head_dim
 

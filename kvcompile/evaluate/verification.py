@@ -9,7 +9,7 @@ from kvcompile.artifact import Artifact, inverse_error, open_artifact
 from kvcompile.calibration import read_corpus, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint, file_digest, open_checkpoint
 from kvcompile.errors import VerificationError
-from kvcompile.models import Inventory, load_model, load_tokenizer, take_inventory
+from kvcompile.models import EXACT, Inventory, load_model, load_tokenizer, take_inventory
 from kvcompile.models.agreement import (
     LogitAgreement,
     check_logits,
@@ -64,11 +64,9 @@ def _check_layers(artifact: Artifact) -> str:
         shape = (record.num_heads, record.num_key_value_heads, record.head_dim, record.key is not None)
         if layer is None or shape != (layer.num_heads, layer.num_key_value_heads, layer.head_dim, layer.compiled):
             raise VerificationError(f"layer {record.index} of the manifest is not the layer that {checkpoint.path} has")
-        guarded = {layer.v_weight, layer.o_weight, layer.v_bias} - {None} if layer.compiled else set()
+        guarded = set(layer.projections()) if layer.compiled else set()
         if missing := guarded - set(artifact.manifest.weights.projections):
-            raise VerificationError(
-                f"layer {record.index}: the manifest has no hash of tensor {min(map(str, missing))}"
-            )
+            raise VerificationError(f"layer {record.index}: the manifest has no hash of tensor {min(missing)}")
     if found:
         raise VerificationError(f"layer {min(found)} of {checkpoint.path} is missing from the manifest")
     if missing_files := {shard.name for shard in checkpoint.shards} - set(artifact.manifest.weights.files):
@@ -156,10 +154,10 @@ def _check_projections(original: Checkpoint, converted: Checkpoint, inventory: I
 
 def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> LogitAgreement:
     tokenizer = load_tokenizer(original.path)
-    length = min(VERIFY_TOKENS, int(original.config.get("max_position_embeddings", VERIFY_TOKENS)))
+    length = min(VERIFY_TOKENS, take_inventory(original).max_positions)
     ids = tokenize_corpus(read_corpus(None), tokenizer, length, length)[0]
-    reference = logits_of(load_model(original.path, "sdpa"), ids)
-    agreement = compare_logits(reference, logits_of(load_model(converted.path, "sdpa"), ids))
+    reference = logits_of(load_model(original.path, EXACT), ids)
+    agreement = compare_logits(reference, logits_of(load_model(converted.path, EXACT), ids))
     dtypes = {converted.load(name).dtype for name in artifact.manifest.weights.projections}
     check_logits(agreement, dtypes, original.path)
     return agreement

@@ -3,10 +3,7 @@
 Shapes: B batch rows, K KV heads, G query heads per KV head, H = K G, D head_dim, S sink slots, W ring slots; in a kernel R is a
 tile of 16 rows and C a block of output channels. The rows of a KV head are its B keys, its B values, or its B G queries.
 
-What is stored equals `CodecBackend.rotate`, centred and rounded: a bfloat16 row times a float32 matrix goes through tensor
-cores twice, by the matrix's upper and lower bfloat16 halves (16 bits together), and differs from the product in float32 by
-2^-17 of its terms. A stored element can therefore fall to the other side of a tie, seldom and by one bfloat16 step. Rows of
-other dtypes are multiplied in float32.
+What is stored equals `CodecBackend.stored_rows`, as closely as `triton_rows` says.
 """
 # mypy: allow-untyped-defs, disable-error-code="assignment, misc"
 
@@ -18,21 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcompile.codec import LayerCache
-from kvcompile.kernels.triton_encode import as_float, to_bf16
+from kvcompile.kernels.triton_encode import to_bf16
+from kvcompile.kernels.triton_rows import FLOAT_STEP, RowMap, mapped
 
 _ROWS = 16
 _CHANNELS = 32
-_FLOAT_STEP = 16
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @dataclass(frozen=True)
 class TokenMaps:
     """What a layer does to new rows, as the kernel reads it; None where nothing is done."""
 
-    query: "RowMap"
-    key: "RowMap"
-    value: "RowMap"
+    query: RowMap
+    key: RowMap
+    value: RowMap
 
     @classmethod
     def of(
@@ -47,60 +43,6 @@ class TokenMaps:
         key = RowMap.of(key_KDD, key_mean_KD)
         query = RowMap(key.r_KDD, key.halves_2KDD) if query_KDD is key_KDD else RowMap.of(query_KDD)
         return cls(query, key, RowMap.of(value_KDD, value_mean_KD))
-
-
-@dataclass(frozen=True)
-class RowMap:
-    """A rotation float32 ``[K, D, D]``, the same as two bfloat16 matrices whose sum it nearly is, and a mean ``[K, D]``."""
-
-    r_KDD: Tensor | None = None
-    halves_2KDD: Tensor | None = None
-    mean_KD: Tensor | None = None
-
-    @classmethod
-    def of(cls, r_KDD: Tensor | None, mean_KD: Tensor | None = None) -> "RowMap":
-        """Split a float32 rotation."""
-        mean_KD = None if mean_KD is None else mean_KD.float().contiguous()
-        if r_KDD is None:
-            return cls(mean_KD=mean_KD)
-        high_KDD = r_KDD.bfloat16()
-        halves_2KDD = torch.stack([high_KDD, (r_KDD - high_KDD.float()).bfloat16()])
-        return cls(r_KDD.float().contiguous(), halves_2KDD, mean_KD)
-
-
-@triton.jit
-def _mapped(
-    x_R_ptr, live_R, r_ptr, half_stride, mean_ptr, head, column_C, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    STEP: tl.constexpr, ROTATE: tl.constexpr, CENTER: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """Channels `column_C` of the rows at `x_R_ptr` after the KV head's rotation and minus its mean, float32 ``[R, C]``.
-
-    With HALVES rows are bfloat16, and the matrix's lower half follows its upper half after `half_stride` elements.
-    """
-    live_C = column_C < D
-    if ROTATE:
-        y_RC = tl.zeros([ROWS, CHANNELS], tl.float32)
-        r_ptr += head * D * D
-        for first in range(0, D, STEP):
-            d = first + tl.arange(0, STEP)
-            x_RD = tl.load(x_R_ptr[:, None] + d[None, :], mask=live_R[:, None] & (d < D)[None, :], other=0.0)
-            r_DC_ptr = r_ptr + d[:, None] * D + column_C[None, :]
-            live_DC = (d < D)[:, None] & live_C[None, :]
-            r_DC = tl.load(r_DC_ptr, mask=live_DC, other=0.0)
-            if HALVES:
-                rest_DC = tl.load(r_DC_ptr + half_stride, mask=live_DC, other=0.0)
-                if _INTERPRETED:  # numpy knows no bfloat16
-                    x_RD, r_DC, rest_DC = as_float(x_RD), as_float(r_DC), as_float(rest_DC)
-                y_RC = tl.dot(x_RD, rest_DC, y_RC)
-                y_RC = tl.dot(x_RD, r_DC, y_RC)
-            else:
-                y_RC = tl.dot(as_float(x_RD), r_DC, y_RC, input_precision="ieee")
-    else:
-        x_RC_ptr = x_R_ptr[:, None] + column_C[None, :]
-        y_RC = as_float(tl.load(x_RC_ptr, mask=live_R[:, None] & live_C[None, :], other=0.0))
-    if CENTER:
-        y_RC -= tl.load(mean_ptr + head * D + column_C, mask=live_C, other=0.0)[None, :]
-    return y_RC
 
 
 @triton.jit
@@ -138,7 +80,7 @@ def _append_kernel(
         row_R = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         live_R = row_R < batch * G
         query_R = head * G + row_R % G
-        y_RC = _mapped(
+        y_RC = mapped(
             q_ptr + row_R // G * q_stride_b + query_R * q_stride_h, live_R, rq_ptr, half_stride, q_ptr, head, column_C,
             D, ROWS, CHANNELS, STEP, ROTATE_Q, False, HALVES,
         )  # fmt: skip
@@ -148,7 +90,7 @@ def _append_kernel(
     elif tile < query_tiles + row_tiles:
         row_R = ((tile - query_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         live_R = row_R < batch
-        y_RC = _mapped(
+        y_RC = mapped(
             k_ptr + row_R * k_stride_b + head * k_stride_h, live_R, rk_ptr, half_stride, mean_k_ptr, head, column_C,
             D, ROWS, CHANNELS, STEP, ROTATE_K, CENTER_K, HALVES,
         )  # fmt: skip
@@ -159,7 +101,7 @@ def _append_kernel(
     else:
         row_R = ((tile - query_tiles - row_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         live_R = row_R < batch
-        y_RC = _mapped(
+        y_RC = mapped(
             v_ptr + row_R * v_stride_b + head * v_stride_h, live_R, rv_ptr, half_stride, mean_v_ptr, head, column_C,
             D, ROWS, CHANNELS, STEP, ROTATE_V, CENTER_V, HALVES,
         )  # fmt: skip
@@ -208,7 +150,7 @@ def append_token(q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, maps: TokenMaps, l
         num_heads * head_dim * head_dim,
         *q_BHD.stride()[:2], *k_BKD.stride()[:2], *v_BKD.stride()[:2],
         *layer.sink_k_BKSD.stride()[:3], *layer.recent_k_BKWD.stride()[:3],
-        G=groups, D=head_dim, ROWS=_ROWS, CHANNELS=channels, STEP=width if halves else _FLOAT_STEP,
+        G=groups, D=head_dim, ROWS=_ROWS, CHANNELS=channels, STEP=width if halves else FLOAT_STEP,
         ROTATE_Q=rotations[0] is not None, ROTATE_K=rotations[1] is not None, ROTATE_V=rotations[2] is not None,
         CENTER_K=maps.key.mean_KD is not None, CENTER_V=maps.value.mean_KD is not None, HALVES=halves, num_warps=4,
     )  # fmt: skip

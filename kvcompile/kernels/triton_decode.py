@@ -115,6 +115,11 @@ def _attend_pages(
     t = tl.arange(0, T)
     g = tl.arange(0, PG)
 
+    n = tl.arange(0, TABLE)
+    ids_N = tl.load(
+        table_ptr + first_page + n, mask=first_page + n < end_page, other=0
+    )  # under way while q is prepared
+
     # The query: one scale per head, one fixed-point chunk per code of a byte, one sum per group.
     q_parts = ()
     for i in tl.static_range(K_PARTS):
@@ -152,11 +157,9 @@ def _attend_pages(
     for _group in tl.static_range(D // V_GROUP):
         offsets = offsets + (tl.zeros([V_APART, PG], tl.float32),)
 
-    n = tl.arange(0, TABLE)
     for block in tl.range(0, loop_end((end_page - first_page + TABLE - 1) // TABLE)):
         first = first_page + block * TABLE
         count = tl.minimum(end_page - first, TABLE)
-        ids_N = tl.load(table_ptr + first + n, mask=n < count, other=0)
         for step in tl.range(0, loop_end((count + PAGES - 1) // PAGES * STEPS), num_stages=STAGES):
             # A vector of ids and sums of it, because a scalar load in the loop would keep it from being pipelined.
             index = step // STEPS * PAGES
@@ -247,6 +250,8 @@ def _attend_pages(
                         acc_CG += o_CG
                 new_accs = new_accs + (acc_CG,)
             accs = new_accs
+        following = first + TABLE + n
+        ids_N = tl.load(table_ptr + following, mask=following < end_page, other=0)
 
     for i in tl.static_range(V_PARTS):
         acc_CG = accs[i] * (1.0 / code_weight(i, V_BITS))
@@ -274,11 +279,10 @@ def _window_step(
     """One online-softmax step over a tile of BF16 tokens."""
     d = tl.arange(0, WIDTH)
     t = tl.arange(0, T)
-    slot_T = first_slot + t
     live_TD = live_T[:, None] & (d < D)[None, :]
     live_DT = live_T[None, :] & (d < D)[:, None]
-    k_TD = tl.load(k_ptr + slot_T[:, None] * k_stride_t + d[None, :], mask=live_TD, other=0.0)
-    v_DT = tl.load(v_ptr + slot_T[None, :] * v_stride_t + d[:, None], mask=live_DT, other=0.0)
+    k_TD = tl.load(k_ptr + first_slot * k_stride_t + (t[:, None] * k_stride_t + d[None, :]), mask=live_TD, other=0.0)
+    v_DT = tl.load(v_ptr + first_slot * v_stride_t + (t[None, :] * v_stride_t + d[:, None]), mask=live_DT, other=0.0)
     logits_TG = tl.where(live_T[:, None], bf16_dot(k_TD, q_pairs, T, PG), float("-inf"))
     new_m_G = tl.maximum(m_G, tl.max(logits_TG, axis=0))
     p_TG = tl.exp2(logits_TG - new_m_G[None, :])
@@ -511,7 +515,8 @@ def attend(
     if not merge:
         _merge_kernel[(batch * num_queries, triton.cdiv(head_dim, 32))](
             partial, stats, out_BHD, lse_BH, splits,
-            G=groups, D=head_dim, WIDTH=32, BLOCK=64, EARLY=early, num_warps=4, launch_pdl=early,
+            G=groups, D=head_dim, WIDTH=32, BLOCK=min(256, triton.next_power_of_2(splits)), EARLY=early, num_warps=4,
+            launch_pdl=early,
         )  # fmt: skip
     return out_BHD, lse_BH
 

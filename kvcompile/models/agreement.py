@@ -87,16 +87,15 @@ def check_logits(agreement: LogitAgreement, dtypes: set[torch.dtype], source: Pa
 
 
 def projections(checkpoint: Checkpoint, layer: AttentionLayer) -> dict[str, Tensor]:
-    """W_V, b_V (if any) and W_O of a layer by tensor name."""
-    names = [layer.v_weight, layer.o_weight, *([layer.v_bias] if layer.v_bias else [])]
-    return {name: checkpoint.load(name) for name in names}
+    """W_V, b_V (if any) and W_O of a layer by tensor name; all of a matrix in which q and k are fused with v."""
+    return {name: checkpoint.load(name) for name in layer.projections()}
 
 
 def _contribution(layer: AttentionLayer, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     """``[K, G, 16, hidden]``: random inputs through each query head's value and output projection."""
-    v = x @ tensors[layer.v_weight].double().T
+    v = x @ tensors[layer.v_weight][layer.v_rows].double().T
     if layer.v_bias:
-        v = v + tensors[layer.v_bias].double()
+        v = v + tensors[layer.v_bias][layer.v_rows].double()
     v_KND = v.unflatten(1, (layer.num_key_value_heads, layer.head_dim)).transpose(0, 1)
     w_O = tensors[layer.o_weight].double().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
     return v_KND[:, None] @ w_O.permute(1, 2, 3, 0)

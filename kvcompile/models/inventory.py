@@ -4,13 +4,15 @@ Decided from config.json and the tensor names alone, before any weight is read. 
 (`kvcompile.models.families`); everything else is one generic reader.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CheckpointError, UnsupportedArchitectureError
-from kvcompile.models.families import FAMILIES, REFUSED, Family
+from kvcompile.models.families import FAMILIES, LAYER_PREFIXES, REFUSED, VISION_LANGUAGE, Family, supported
 from kvcompile.models.loading import resolve_config
+
+_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 
 OUR_TAG = "kvcompile"
 """The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
@@ -20,8 +22,10 @@ OUR_TAG = "kvcompile"
 class AttentionLayer:
     """One decoder layer's attention.
 
-    Tensor names are those of the checkpoint; a bias is None where the model has none. `reason` says why a layer's cache
-    is left as it is, and is empty when the layer is compiled.
+    Tensor names are those of the checkpoint, `prefix` is what they have in common; a bias is None where the model has none.
+    W_V and b_V are the rows from `v_first` on, of a fused matrix where that is not 0. A `gated` output cannot be rotated
+    before W_O. `softmax` names what makes it no plain softmax, if anything does. `reason` says why a layer's cache is left as
+    it is, and is empty when the layer is compiled; a layer that caches no keys and values has no heads and no tensors.
     """
 
     index: int
@@ -29,11 +33,13 @@ class AttentionLayer:
     num_heads: int
     num_key_value_heads: int
     head_dim: int
-    q_weight: str
-    k_weight: str
+    prefix: str
     v_weight: str
     o_weight: str
     v_bias: str | None
+    v_first: int = 0
+    gated: bool = False
+    softmax: str = ""
     reason: str = ""
 
     @property
@@ -42,14 +48,24 @@ class AttentionLayer:
         return not self.reason
 
     @property
+    def note(self) -> str:
+        """What is unusual about a compiled layer, for people."""
+        gate = "values rotated online, because a gate stands between attention and W_O" if self.gated else ""
+        return "; ".join(filter(None, (self.softmax, gate))) if self.compiled else ""
+
+    @property
     def queries_per_kv(self) -> int:
         """G, the query heads that share a KV head."""
         return self.num_heads // self.num_key_value_heads
 
     @property
-    def prefix(self) -> str:
-        """The layer as the checkpoint names it, for messages."""
-        return self.v_weight.rsplit(".self_attn.", 1)[0]
+    def v_rows(self) -> slice:
+        """The rows of `v_weight` and `v_bias` that make values: all of them, unless q and k are fused with v."""
+        return slice(self.v_first, self.v_first + self.num_key_value_heads * self.head_dim)
+
+    def projections(self) -> tuple[str, ...]:
+        """The tensors that a fold of the value rotation edits: W_V, b_V if there is one, W_O."""
+        return tuple(name for name in (self.v_weight, self.v_bias, self.o_weight) if name)
 
 
 @dataclass(frozen=True)
@@ -73,24 +89,62 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     Raises UnsupportedArchitectureError (naming the architecture and what is missing) before any work starts, and
     CheckpointError where tensors are absent or their shapes contradict config.json.
     """
-    config = checkpoint.config
-    model_type = str(config.get("model_type", "?"))
-    architecture = str((config.get("architectures") or ["?"])[0])
-    family = FAMILIES.get(model_type)
-    if family is None:
-        reason = REFUSED.get(model_type, "kvcompile has no description of its attention")
-        raise UnsupportedArchitectureError(
-            f"{architecture} (model_type '{model_type}') in {checkpoint.path} is not supported: {reason}; "
-            f"supported are {', '.join(sorted(FAMILIES))}"
-        )
-    quantization = config.get("quantization_config")
+    raw = checkpoint.config
+    model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
+    if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
+        raise _refusal(checkpoint, model_type)
+    quantization = raw.get("quantization_config")
     method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
     if quantization and method != OUR_TAG:
         raise UnsupportedArchitectureError(
             f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by "
             "this version; convert the unquantized checkpoint"
         )
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"):
+    if model_type in VISION_LANGUAGE:
+        config = _text_config(checkpoint)
+        language_type = str(config.get("model_type", "?"))
+        if language_type not in FAMILIES:
+            raise _refusal(checkpoint, language_type, within=True)
+        _check_config(checkpoint, config)
+    else:
+        _check_config(checkpoint, raw)  # before transformers looks at it, which says less
+        config, language_type = resolve_config(checkpoint.path), model_type
+    family, prefix = FAMILIES[language_type], _layer_prefix(checkpoint)
+    layers = tuple(
+        _read_layer(checkpoint, family, config, prefix.format(i), i) for i in range(config["num_hidden_layers"])
+    )
+    if not any(layer.compiled for layer in layers):
+        raise UnsupportedArchitectureError(
+            f"{architecture} in {checkpoint.path} has no layer with full attention: {layers[0].reason}"
+        )
+    return Inventory(model_type, architecture, layers, config["max_position_embeddings"])
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return str((config.get("architectures") or ["?"])[0])
+
+
+def _refusal(checkpoint: Checkpoint, model_type: str, within: bool = False) -> UnsupportedArchitectureError:
+    """The error that names an architecture, or the language model within it, and says why it is not supported."""
+    reason = REFUSED.get(model_type, "kvcompile has no description of its attention")
+    what = f"language model '{model_type}'" if within else f"model_type '{model_type}'"
+    return UnsupportedArchitectureError(
+        f"{_architecture(checkpoint.config)} ({what}) in {checkpoint.path} is not supported: {reason}; "
+        f"supported are {', '.join(supported())}"
+    )
+
+
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The config of the language model inside a vision-language model, with defaults filled in."""
+    config = resolve_config(checkpoint.path).get("text_config")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{checkpoint.path / 'config.json'} has no 'text_config' that describes a language model")
+    return config
+
+
+def _check_config(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Raise CheckpointError unless sizes are positive integers and `layer_types`, where given, has an entry per layer."""
+    for key in _SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise CheckpointError(
                 f"{checkpoint.path / 'config.json'} needs a positive integer '{key}', not {config.get(key)!r}"
@@ -100,46 +154,68 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         raise CheckpointError(
             f"'layer_types' in {checkpoint.path / 'config.json'} does not list one kind per hidden layer"
         )
-    config = resolve_config(checkpoint.path)
-    layers = tuple(_read_layer(checkpoint, family, config, i) for i in range(config["num_hidden_layers"]))
-    if not any(layer.compiled for layer in layers):
-        raise UnsupportedArchitectureError(
-            f"{architecture} in {checkpoint.path} has no layer with full attention: {layers[0].reason}"
-        )
-    return Inventory(model_type, architecture, layers, config["max_position_embeddings"])
 
 
-def _read_layer(checkpoint: Checkpoint, family: Family, config: dict[str, Any], index: int) -> AttentionLayer:
-    num_heads = config["num_attention_heads"]
+def _layer_prefix(checkpoint: Checkpoint) -> str:
+    """Where this checkpoint keeps its decoder layers; the usual place where it has none, for the error that follows."""
+    for prefix in LAYER_PREFIXES:
+        if any(name.startswith(prefix.format(0) + ".") for name in checkpoint.entries):
+            return prefix
+    return LAYER_PREFIXES[0]
+
+
+def _read_layer(
+    checkpoint: Checkpoint, family: Family, config: dict[str, Any], prefix: str, index: int
+) -> AttentionLayer:
+    kind = family.layer_kind(config, index)
+    if kind == "linear_attention":
+        reason = "linear attention: it keeps a state of fixed size, no keys and values"
+        return AttentionLayer(index, kind, 0, 0, 0, prefix, "", "", None, reason=reason)
+    hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_kv = config.get("num_key_value_heads") or num_heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    prefix = family.layer_prefix.format(index)
-    v_bias = f"{prefix}.{family.v_proj}.bias"
-    layer = AttentionLayer(
-        index=index,
-        kind=family.layer_kind(config, index),
-        num_heads=num_heads,
-        num_key_value_heads=num_kv,
-        head_dim=head_dim,
-        q_weight=f"{prefix}.{family.q_proj}.weight",
-        k_weight=f"{prefix}.{family.k_proj}.weight",
-        v_weight=f"{prefix}.{family.v_proj}.weight",
-        o_weight=f"{prefix}.{family.o_proj}.weight",
-        v_bias=v_bias if v_bias in checkpoint else None,
-    )
-    hidden = config["hidden_size"]
-    expected = {
-        layer.q_weight: (num_heads * head_dim, hidden),
-        layer.k_weight: (num_kv * head_dim, hidden),
-        layer.v_weight: (num_kv * head_dim, hidden),
-        layer.o_weight: (hidden, num_heads * head_dim),
-    }
+    head_dim = config.get("head_dim") or hidden // num_heads
+    q_rows, v_rows = num_heads * head_dim, num_kv * head_dim
+    o_weight, v_proj = f"{prefix}.{family.o_proj}.weight", f"{prefix}.{family.qkv_proj or family.v_proj}"
+    expected = {o_weight: (hidden, q_rows)}
+    if family.qkv_proj:
+        expected[f"{v_proj}.weight"] = (q_rows + 2 * v_rows, hidden)
+    else:
+        expected[f"{prefix}.{family.q_proj}.weight"] = (q_rows * (2 if family.gated else 1), hidden)
+        expected[f"{prefix}.{family.k_proj}.weight"] = (v_rows, hidden)
+        expected[f"{v_proj}.weight"] = (v_rows, hidden)
     for name, shape in expected.items():
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
                 f"tensor {name} in {checkpoint.path} has shape {list(checkpoint.shape(name))}, "
                 f"but config.json implies {list(shape)}"
             )
-    if layer.kind != "full_attention":
-        return replace(layer, reason=f"{layer.kind.replace('_', ' ')}: its cache is bounded by the window already")
-    return layer
+    return AttentionLayer(
+        index=index,
+        kind=kind,
+        num_heads=num_heads,
+        num_key_value_heads=num_kv,
+        head_dim=head_dim,
+        prefix=prefix,
+        v_weight=f"{v_proj}.weight",
+        o_weight=o_weight,
+        v_bias=f"{v_proj}.bias" if f"{v_proj}.bias" in checkpoint else None,
+        v_first=q_rows + v_rows if family.qkv_proj else 0,
+        gated=family.gated,
+        softmax=_softmax(checkpoint, config, prefix),
+        reason="" if kind == "full_attention" else _unpacked(kind),
+    )
+
+
+def _softmax(checkpoint: Checkpoint, config: dict[str, Any], prefix: str) -> str:
+    """What makes the attention of this model no plain softmax."""
+    if config.get("attn_logit_softcapping") is not None:
+        return "soft-capped logits"
+    return "attention sinks" if f"{prefix}.self_attn.sinks" in checkpoint else ""
+
+
+def _unpacked(kind: str) -> str:
+    """Why the cache of a layer of this kind is left as it is."""
+    name = kind.replace("_", " ")
+    if kind in ("sliding_attention", "chunked_attention"):
+        return f"{name}: its cache is bounded by the window already"
+    return f"{name}: only full attention is packed"

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from kvcompile.errors import CheckpointError, KvCompileError
 
@@ -25,7 +33,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def load_model(path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto") -> PreTrainedModel:
-    """The causal language model at `path` in eval mode on `device`.
+    """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
 
     Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint
     or has another shape there: transformers would fill it with random numbers.
@@ -33,7 +41,7 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
     device = resolve_device(device)
     with _quiet():
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _auto_class(path).from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -56,6 +64,19 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
             f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
     return model.to(device).eval()
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The stack of decoder layers of a language model, without head and without vision tower."""
+    decoder: nn.Module = model.get_decoder()
+    return decoder
+
+
+def _auto_class(path: Path) -> Any:
+    """What builds the class that config.json names: some model types have one with a vision tower and one without."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return AutoModelForImageTextToText if vision in (config.architectures or []) else AutoModelForCausalLM
 
 
 def resolve_config(path: Path) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def train(
                 best, after_H, stale = _frozen(current()), losses_H, 0
             else:
                 stale += 1
-            if stale > plan.patience or step == plan.steps:
+            if stale >= plan.patience or step == plan.steps:
                 break
         for group in optimizer.param_groups:
             group["lr"] = plan.learning_rate * (1 + math.cos(math.pi * step / plan.steps)) / 2

@@ -21,7 +21,7 @@ ITERATIONS = 15
 class CentroidsPass:
     """Emits ``layers.{i}.{half}.centroids`` ``[K, C, D]`` bfloat16 by k-means on the rows of the calibration sample.
 
-    1. One codebook per KV head, in the basis in which rows are stored; one centroid is the mean.
+    1. One codebook per KV head, in the basis in which rows are stored; with a single centroid it is the mean.
     2. Lloyd's iteration from rows drawn by a fixed seed; a centroid that no row is nearest to stays where it was.
     """
 

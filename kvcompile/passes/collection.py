@@ -16,7 +16,7 @@ from kvcompile.artifact import CalibrationRecord
 from kvcompile.calibration import OBSERVER, Corpus, Recorder, recording, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CheckpointError
-from kvcompile.models import AttentionLayer, Inventory, load_model, load_tokenizer
+from kvcompile.models import AttentionLayer, Inventory, decoder_of, load_model, load_tokenizer
 from kvcompile.passes.base import Context
 from kvcompile.passes.memory import release_memory
 
@@ -59,6 +59,9 @@ class Collection:
             q_SKGnD = q_SKXD.unflatten(2, (layer.queries_per_kv, -1))[:, :, :, -queries:]
             for name in (*sorted(self.targets), "key_mean", "value_mean", "sample_scaling"):
                 found[prefix + name] = statistics[prefix + name]
+            for name in ("sample_softcap", "sample_sinks"):
+                if prefix + name in statistics:
+                    found[prefix + name] = statistics[prefix + name]
             found[f"{prefix}sample_q"] = q_SKGnD.flatten(2, 3).clone()
             for half in "kv":
                 found[f"{prefix}sample_{half}"] = self._ends(statistics[f"{prefix}sample_{half}"][: self.sequences])
@@ -153,7 +156,7 @@ def collect(
             list(zip(batches, starts, strict=True)), "calibrate", "tok", lambda b: b[0].numel()
         ):
             positions_BT = start[:, None] + torch.arange(batch.shape[1])
-            model.base_model(batch.to(context.device), position_ids=positions_BT.to(context.device), use_cache=False)
+            decoder_of(model)(batch.to(context.device), position_ids=positions_BT.to(context.device), use_cache=False)
     context.costs["forward"] = time.perf_counter() - started - recorder.seconds
     statistics: dict[str, Tensor] = {}
     for index, layer in sorted(recorder.layers.items()):

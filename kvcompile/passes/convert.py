@@ -1,7 +1,7 @@
 """From a checkpoint to an artifact: build the passes that a scheme names, run them, publish the result."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from kvcompile.passes.memory import PeakMemory
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
 from kvcompile.passes.workspace import StageStore, Workspace
 from kvcompile.scheme import DEFAULT_SCHEME, Scheme, load_scheme
+from kvcompile.scheme.model import PASSES, LinearCorrection
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,32 @@ def _check_order(scheme: Scheme, stop_after: str | None) -> None:
             f"scheme {scheme.name}: passes must begin with inventory, end with emit and name no pass twice, "
             f"but they are: {', '.join(names) or 'none'}"
         )
+    ours = [name for name in names if name in PASSES]
+    if ours != sorted(ours, key=PASSES.index):
+        raise SchemeError(
+            f"scheme {scheme.name}: passes build on one another and must keep this order: "
+            f"{', '.join(sorted(ours, key=PASSES.index))}; they are given as: {', '.join(ours)}"
+        )
+    if missing := [name for name in _needed(scheme) if name not in names]:
+        raise SchemeError(f"scheme {scheme.name}: pass '{missing[0]}' must be among its passes: {', '.join(names)}")
     if stop_after is not None and stop_after not in names:
         raise SchemeError(f"cannot stop after '{stop_after}': scheme {scheme.name} runs only {', '.join(names)}")
+
+
+def _needed(scheme: Scheme) -> Iterator[str]:
+    """The passes that the scheme's fields ask for, so that a list without one is refused before any work."""
+    rows = [row for variant in scheme.variants() for _, row in variant.rows()]
+    asked = {
+        "calibrate": scheme.calibrates(),
+        "rotations": True,
+        "center": any(row.center for row in rows),
+        "centroids": any(row.centroids for row in rows),
+        "feedback": any(row.quantizer.rounding == "error_feedback" for row in rows),
+        "clip": True,
+        "correction": isinstance(scheme.correction, LinearCorrection),
+        "fold": scheme.folds_values(),
+    }
+    yield from (name for name, wanted in asked.items() if wanted)
 
 
 def _resume_hint(error: BaseException, workspace: Workspace) -> None:

@@ -31,7 +31,7 @@ class CorrectionPass:
     """
 
     name: ClassVar[str] = "correction"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     stored: ClassVar[bool] = True
 
     seed: int = 0
@@ -88,7 +88,7 @@ def attention_rows(ir: IR, layer: AttentionLayer, device: torch.device) -> list[
     sample = AttentionSample.restore(ir.statistics, layer.index)
     assert sample is not None
     coding = HalfCoding.of(ir, layer, "key", float(ir.tensors[f"layers.{layer.index}.key.clip_ratio"]))
-    q_SKXD = sample.q_SKXD if coding.rotation is None else sample.q_SKXD @ coding.rotation
+    q_SKXD = sample.q_SKXD if coding.inverse is None else sample.q_SKXD @ coding.inverse.mT
     q_SHnD = q_SKXD.unflatten(2, (layer.num_heads // layer.num_key_value_heads, -1)).flatten(1, 2)
     stored_SKTD = coding.store(sample.k_SKTD)
     quantized_nT, visible_nT = masks(ir.scheme.layer(layer.index).window, q_SHnD.shape[2], stored_SKTD.shape[2])

@@ -118,8 +118,8 @@ class EmitPass:
         if ir.weights == "fold":
             copy_companions(source, out)
         for layer in ir.layers().compiled:
-            for name in (layer.v_weight, layer.v_bias, layer.o_weight):
-                if name and name not in digests:
+            for name in layer.projections():
+                if name not in digests:
                     digests[name] = hashlib.sha256(tensor_bytes(source.load(name))).hexdigest()
         return files, dict(sorted(digests.items()))
 

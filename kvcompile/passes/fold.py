@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvcompile.checkpoint import Edit
@@ -77,7 +78,14 @@ def _edit(ir: IR, fold: Fold, layer: AttentionLayer) -> Edit:
     inverse_KDD = ir.tensors.get(f"layers.{layer.index}.value.inverse", r_KDD.mT)
     matrix_KDD = (inverse_KDD if fold.role == "o_weight" else r_KDD).double()
     rotate = {"v_weight": fold_v_weight, "v_bias": fold_v_bias, "o_weight": fold_o_weight}[fold.role]
-    return lambda tensor: rotate(tensor.double(), matrix_KDD)
+    rows = slice(None) if fold.role == "o_weight" else layer.v_rows
+
+    def edit(tensor: Tensor) -> Tensor:
+        edited = tensor.to(torch.float64, copy=True)
+        edited[rows] = rotate(edited[rows], matrix_KDD)
+        return edited
+
+    return edit
 
 
 def fold_v_weight(w: Tensor, r_KDD: Tensor) -> Tensor:

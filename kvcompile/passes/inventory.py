@@ -10,7 +10,7 @@ from kvcompile.models import AttentionLayer, Inventory, take_inventory
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.ir import IR
 from kvcompile.scheme import RowCodec, Scheme, group_size
-from kvcompile.scheme.model import BlockHadamard, Hadamard, Spectral
+from kvcompile.scheme.model import BlockHadamard, Hadamard, LinearCorrection, Spectral
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class InventoryPass:
 
     1. An architecture without a description is refused by name.
     2. Every compiled layer must fit the scheme: groups divide the head, Hadamard orders exist.
+    3. Where a gate stands between attention and W_O, the rotation of values cannot be folded: the scheme that goes on from
+       here, and into the manifest, applies it online.
     """
 
     name: ClassVar[str] = "inventory"
@@ -32,8 +34,9 @@ class InventoryPass:
     def run(self, ir: IR, context: Context) -> PassResult:
         """Take the inventory and check the scheme against each compiled layer."""
         inventory = take_inventory(ir.checkpoint)
-        check_scheme(ir.scheme, inventory)
-        return PassResult(replace(ir, inventory=inventory), modified=True)
+        scheme = ir.scheme.with_online_values() if any(x.gated for x in inventory.compiled) else ir.scheme
+        check_scheme(scheme, inventory)
+        return PassResult(replace(ir, inventory=inventory, scheme=scheme), modified=True)
 
     def ensures(self, ir: IR) -> str | None:
         """At least one layer is compiled."""
@@ -52,7 +55,12 @@ def check_scheme(scheme: Scheme, inventory: Inventory) -> None:
 
 
 def check_fit(scheme: Scheme, layer: AttentionLayer) -> None:
-    """Raise SchemeError when `scheme` cannot be applied to heads of this layer's size."""
+    """Raise SchemeError when `scheme` cannot be applied to heads of this layer's size, or to its kind of softmax."""
+    if isinstance(scheme.correction, LinearCorrection) and layer.softmax:
+        raise SchemeError(
+            f"scheme {scheme.name}: correction.kind linear is for a plain softmax, but {layer.prefix} has {layer.softmax}; "
+            "use --set correction.kind=none"
+        )
     for half, row in scheme.layer(layer.index).rows():
         group = group_size(row.quantizer, layer.head_dim)
         if row.quantizer.axis == "token" and layer.head_dim % group:

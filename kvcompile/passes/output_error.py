@@ -49,7 +49,7 @@ class OutputError:
         return ((q_SKXD * weight_SKX.double()[..., None]).mT @ q_SKXD).sum(0)
 
     def _attend(self, k_SKTD: Tensor) -> Tensor:
-        return (self.sample.q_SKXD @ k_SKTD.mT * self.sample.scaling).softmax(dim=-1)
+        return self.sample.weights(k_SKTD)
 
     def _weigh(self, change_SKXD: Tensor) -> float:
         return float(((change_SKXD @ self.gram_KDD) * change_SKXD).sum().clamp_min(1e-30))

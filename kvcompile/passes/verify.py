@@ -1,13 +1,14 @@
 """Pass `verify`: before anything is written, show that the planned edits leave the model as it was."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
 from kvcompile.calibration import OBSERVER, read_corpus, tokenize_corpus
 from kvcompile.checkpoint import DTYPES
-from kvcompile.models import load_model, load_tokenizer
+from kvcompile.models import decoder_of, load_model, load_tokenizer
 from kvcompile.models.agreement import check_logits, check_projections, compare_logits, logits_of, projections
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.fold import fold_edits
@@ -54,15 +55,16 @@ class VerifyPass:
         return None if not ir.folds or "fold_kl" in ir.summary else "the fold was not measured"
 
     @staticmethod
-    def _apply_and_probe(ir: IR, context: Context, model: torch.nn.Module) -> float:
+    def _apply_and_probe(ir: IR, context: Context, model: PreTrainedModel) -> float:
         """Put the edited tensors into the model, probing each layer; the largest projection error."""
         edits, worst = fold_edits(ir), 0.0
-        parameters = dict(model.named_parameters())
+        decoder: Any = decoder_of(model)
         for layer in context.track(ir.layers().compiled, "verify", "layer", lambda _: 1):
             source = projections(ir.checkpoint, layer)
             edited = {name: edits[name](tensor).to(tensor.dtype) for name, tensor in source.items()}
             worst = max(worst, check_projections(layer, source, edited))
             with torch.no_grad():
+                # Above the layer a checkpoint may name things otherwise than the model does.
                 for name, tensor in edited.items():
-                    parameters[name].copy_(tensor)
+                    decoder.layers[layer.index].get_parameter(name.removeprefix(f"{layer.prefix}.")).copy_(tensor)
         return worst

@@ -30,6 +30,9 @@ class Backend(Protocol):
     def rotate(self, x_BHTD: Tensor, r_KDD: Tensor) -> Tensor:
         """Rows of H = K G heads times their KV head's rotation; float32 ``[B, H, T, D]``."""
 
+    def stored_rows(self, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan") -> tuple[Tensor, Tensor]:
+        """New keys and values as they are stored: rotated, centred, bfloat16 ``[B, K, T, D]``."""
+
     def write_pages(
         self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
     ) -> None:
@@ -55,8 +58,18 @@ class Backend(Protocol):
         The rotated queries float32 ``[B, H, D]``, or None, and nothing done, where this backend has no kernel for it.
         """
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
-        """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``."""
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one new token per row: output float32 ``[B, H, D]``, log of the softmax denominator ``[B, H]``.
+
+        `softcap` and `shift_BH` as in `kvcompile.codec.attend_layer`; no kernel caps logits, so the codec does it.
+        """
 
 
 class CodecBackend:
@@ -72,6 +85,15 @@ class CodecBackend:
         """See `Backend.rotate`."""
         x_BKXD = x_BHTD.float().unflatten(1, (r_KDD.shape[0], -1)).flatten(2, 3)
         return (x_BKXD @ r_KDD).unflatten(2, (-1, x_BHTD.shape[2])).flatten(1, 2)
+
+    def stored_rows(self, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan") -> tuple[Tensor, Tensor]:
+        """See `Backend.stored_rows`."""
+        maps = ((k_BKTD, plan.key_rotation, plan.key_mean), (v_BKTD, plan.value_rotation, plan.value_mean))
+        k_BKTD, v_BKTD = (
+            (x.float() if r_KDD is None else self.rotate(x, r_KDD)) - (0 if mean_KD is None else mean_KD[:, None])
+            for x, r_KDD, mean_KD in maps
+        )
+        return k_BKTD.bfloat16(), v_BKTD.bfloat16()
 
     def write_pages(
         self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
@@ -103,9 +125,16 @@ class CodecBackend:
         """See `Backend.append`."""
         return None
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
-        return attend_layer(q_BHD, layer, scaling)
+        return attend_layer(q_BHD, layer, scaling, softcap, shift_BH)
 
 
 class CpuBackend(CodecBackend):
@@ -121,12 +150,19 @@ class CpuBackend(CodecBackend):
 
         pages_PKX[ids_N] = encode_pages(k_NKTD, v_NKTD, fmt, tables, cpu_encode.feedback_codes)
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import cpu
 
-        if not cpu.supports(layer.fmt):
-            return super().attend(q_BHD, layer, scaling)
+        if softcap is not None or not cpu.supports(layer.fmt):
+            return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
         return cpu.attend(q_BHD, layer, scaling)
 
 
@@ -149,6 +185,13 @@ class TritonBackend(CodecBackend):
         from kvcompile.kernels import triton_encode
 
         return triton_encode.rotate_rows(x_BHTD, r_KDD, torch.float32)
+
+    def stored_rows(self, k_BKTD: Tensor, v_BKTD: Tensor, plan: "LayerPlan") -> tuple[Tensor, Tensor]:
+        """See `Backend.stored_rows`."""
+        from kvcompile.kernels import triton_rows
+
+        maps = plan.token_maps
+        return triton_rows.map_rows(k_BKTD, maps.key), triton_rows.map_rows(v_BKTD, maps.value)
 
     def write_pages(
         self, k_NKTD: Tensor, v_NKTD: Tensor, fmt: PageFormat, tables: PageTables, pages_PKX: Tensor, ids_N: Tensor
@@ -189,12 +232,19 @@ class TritonBackend(CodecBackend):
         q_BHD, k_BKD, v_BKD = (x[:, :, 0] for x in (q_BHTD, k_BKTD, v_BKTD))
         return triton_append.append_token(q_BHD, k_BKD, v_BKD, plan.token_maps, layer)
 
-    def attend(self, q_BHD: Tensor, layer: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q_BHD: Tensor,
+        layer: LayerCache,
+        scaling: float,
+        softcap: float | None = None,
+        shift_BH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.attend`."""
         from kvcompile.kernels import triton_decode
 
-        if not triton_decode.supports(layer.fmt):
-            return super().attend(q_BHD, layer, scaling)
+        if softcap is not None or not triton_decode.supports(layer.fmt):
+            return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
         return triton_decode.attend(q_BHD, layer, scaling)
 
     def _coding(self, layers: Sequence["Storage"], device: torch.device) -> "LayerCoding | None":

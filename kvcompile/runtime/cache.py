@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvcompile.errors import CacheError
+from kvcompile.models.attention import Softmax, dense_attention
 from kvcompile.runtime.backend import Backend
 from kvcompile.runtime.plan import LayerPlan
 from kvcompile.runtime.store import PackedStore
@@ -56,52 +56,71 @@ class PackedLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def attend(
-        self, q_BHTD: Tensor, rows: NewRows, mask_BN: Tensor | None, scaling: float, module: nn.Module
+        self,
+        q_BHTD: Tensor,
+        rows: NewRows,
+        mask_BN: Tensor | None,
+        scaling: float,
+        module: nn.Module,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Store the step's rows and attend with its queries; ``[B, T, H, D]`` in the query's dtype.
 
-        `mask_BN` marks real tokens, of the past and of this step. Raises CacheError before anything is stored when it does
-        not fit what the cache holds.
+        `mask_BN` marks real tokens, of the past and of this step. `softcap` caps logits, `sinks_H` are further logits in the
+        denominator. Raises CacheError before anything is stored when the mask does not fit what the cache holds.
         """
+        softmax = Softmax(scaling, softcap, sinks_H)
         batch, _, length, _ = q_BHTD.shape
         store, plan = self.store, self.plan
         if self.steps == store.steps:
             store.begin(self._real_tokens(mask_BN, length), batch, length)
         self.steps += 1
         if length == 1:
-            out_BHTD = self._restore(self._decode(q_BHTD, rows, scaling), q_BHTD.dtype)
+            out_BHTD = self._restore(*self._decode(q_BHTD, rows, softmax), softmax, q_BHTD.dtype)
         elif not any(store.num_tokens):
-            out_BHTD = self._attend_exactly(q_BHTD, rows, scaling, module)
-            store.append(self.position, *self._stored_rows(rows))
+            out_BHTD = self._attend_exactly(q_BHTD, rows, softmax, module)
+            store.append(self.position, *self.backend.stored_rows(rows.k_BKTD, rows.v_BKTD, plan))
         else:
-            k_BKTD, v_BKTD = self._stored_rows(rows)
+            k_BKTD, v_BKTD = self.backend.stored_rows(rows.k_BKTD, rows.v_BKTD, self.plan)
             q_rotated = self._rotate(q_BHTD, plan.query_rotation)
-            out_BHTD = self._restore(self._attend_chunk(q_rotated, k_BKTD, v_BKTD, scaling), q_BHTD.dtype)
+            attended = self._attend_chunk(q_rotated, k_BKTD, v_BKTD, softmax)
+            out_BHTD = self._restore(*attended, softmax, q_BHTD.dtype)
             store.append(self.position, k_BKTD, v_BKTD)
         self.columns += length
         return out_BHTD.transpose(1, 2).contiguous()
 
-    def _decode(self, q_BHTD: Tensor, rows: NewRows, scaling: float) -> Tensor:
-        """Store one token per row, then attend to all that is stored; nothing is read back where the backend has kernels."""
+    def _decode(self, q_BHTD: Tensor, rows: NewRows, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """Store one token per row, then attend to all that is stored; nothing is read back where the backend has kernels.
+
+        The output ``[B, H, 1, D]`` in the stored basis, and the log-sum-exp ``[B, H, 1]`` of its logits.
+        """
         store = self.store
         stored = store.layer(self.position)
         q_BHD = None
         if store.every_row_grows:  # the kernel writes a token to every row
             q_BHD = self.backend.append(q_BHTD, rows.k_BKTD, rows.v_BKTD, self.plan, stored)
         if q_BHD is None:
-            store.append(self.position, *self._stored_rows(rows))
+            store.append(self.position, *self.backend.stored_rows(rows.k_BKTD, rows.v_BKTD, self.plan))
             q_BHD = self._rotate(q_BHTD, self.plan.query_rotation)[:, :, 0]
         else:
             store.appended()
-        out_BHD, lse_BH = self.backend.attend(q_BHD, stored, scaling)
-        tokens_BT = stored.num_tokens_B[:, None]
-        return self._correct(out_BHD[:, :, None], lse_BH[:, :, None], tokens_BT, q_BHD[:, :, None])
+        if softmax.plain:
+            out_BHD, lse_BH = self.backend.attend(q_BHD, stored, softmax.scaling)
+        else:
+            shift_BH = self._shift(q_BHD, softmax)
+            out_BHD, lse_BH = self.backend.attend(q_BHD, stored, softmax.scaling, softmax.softcap, shift_BH)
+            if softmax.softcap is None and shift_BH is not None:
+                lse_BH = lse_BH + shift_BH
+        tokens_BT, lse_BHT = stored.num_tokens_B[:, None], lse_BH[:, :, None]
+        return self._correct(out_BHD[:, :, None], lse_BHT, tokens_BT, q_BHD[:, :, None]), lse_BHT
 
-    def _stored_rows(self, rows: NewRows) -> tuple[Tensor, Tensor]:
-        """The step's keys and values as they are stored: rotated, centred, bfloat16."""
-        k_BKTD = _center(self._rotate(rows.k_BKTD, self.plan.key_rotation), self.plan.key_mean)
-        v_BKTD = _center(self._rotate(rows.v_BKTD, self.plan.value_rotation), self.plan.value_mean)
-        return k_BKTD.bfloat16(), v_BKTD.bfloat16()
+    def _shift(self, q_BHD: Tensor, softmax: Softmax) -> Tensor | None:
+        """What the mean of the stored keys would add to every logit ``[B, H]`` of rotated queries; None for no mean."""
+        mean_KD = self.plan.key_mean
+        if mean_KD is None:
+            return None
+        return (q_BHD * mean_KD.repeat_interleave(q_BHD.shape[1] // len(mean_KD), dim=0)).sum(-1) * softmax.scaling
 
     def _real_tokens(self, mask_BN: Tensor | None, length: int) -> Tensor | None:
         """The columns of the mask that belong to this step; its past must be what was stored."""
@@ -125,22 +144,27 @@ class PackedLayer(CacheLayerMixin):
             )
         return mask_BN[:, self.columns : end].bool()
 
-    def _attend_exactly(self, q_BHTD: Tensor, rows: NewRows, scaling: float, module: nn.Module) -> Tensor:
+    def _attend_exactly(self, q_BHTD: Tensor, rows: NewRows, softmax: Softmax, module: nn.Module) -> Tensor:
         """A first chunk: causal attention over its own unquantized rows, padding left out row by row."""
+        special = softmax.scaling, softmax.softcap, softmax.sinks_H
         if all(kept is None for kept in self.store.kept):
-            out_BTHD, _ = sdpa_attention_forward(module, q_BHTD, rows.k_BKTD, rows.v_BKTD, None, scaling=scaling)
+            out_BTHD, _ = dense_attention(module, q_BHTD, rows.k_BKTD, rows.v_BKTD, None, *special)
             return out_BTHD.transpose(1, 2)
         out_BHTD = torch.zeros_like(q_BHTD)
         for row, kept in enumerate(self.store.kept):
             columns = slice(None) if kept is None else kept
             q, k, v = (x[row : row + 1, :, columns] for x in (q_BHTD, rows.k_BKTD, rows.v_BKTD))
             if q.shape[2]:
-                out_BTHD, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling)
+                out_BTHD, _ = dense_attention(module, q, k, v, None, *special)
                 out_BHTD[row, :, columns] = out_BTHD[0].transpose(0, 1)
         return out_BHTD
 
-    def _attend_chunk(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> Tensor:
-        """Several tokens on a stored history: each row's history is decoded, then attended together with the chunk."""
+    def _attend_chunk(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """Several tokens on a stored history: each row's history is decoded, then attended together with the chunk.
+
+        The output ``[B, H, T, D]`` in the stored basis, and the log-sum-exp ``[B, H, T]`` of its logits where that is needed;
+        it is infinite for padding.
+        """
         out_BHTD = torch.zeros_like(q_BHTD)
         lse_BHT = torch.full(q_BHTD.shape[:3], torch.inf, device=q_BHTD.device)
         tokens_BT = torch.full((q_BHTD.shape[0], q_BHTD.shape[2]), torch.inf, device=q_BHTD.device)
@@ -154,17 +178,19 @@ class PackedLayer(CacheLayerMixin):
             new, total = k_KTD.shape[1] - history_k.shape[1], k_KTD.shape[1]
             visible_nT = torch.ones(new, total, dtype=torch.bool, device=q_KXD.device).tril(total - new)
             visible_XT = visible_nT.repeat(q_BHTD.shape[1] // k_BKTD.shape[1], 1)
-            if self.plan.storage.correction is None:
+            if self.plan.storage.correction is None and softmax.plain:
                 out_KXD = nn.functional.scaled_dot_product_attention(
-                    q_KXD[None], k_KTD[None], v_KTD[None], visible_XT, scale=scaling
+                    q_KXD[None], k_KTD[None], v_KTD[None], visible_XT, scale=softmax.scaling
                 )[0]
             else:
-                logits_KXT = (q_KXD @ k_KTD.mT * scaling).masked_fill_(~visible_XT, -torch.inf)
+                if not softmax.plain and self.plan.key_mean is not None:  # a plain softmax does not notice the mean
+                    k_KTD = k_KTD + self.plan.key_mean[:, None]
+                logits_KXT = softmax.logits(q_KXD @ k_KTD.mT).masked_fill_(~visible_XT, -torch.inf)
                 lse_BHT[row, :, columns] = logits_KXT.logsumexp(dim=-1).reshape(-1, new)
                 tokens_BT[row, columns] = visible_nT.sum(dim=1).float()
                 out_KXD = logits_KXT.softmax(dim=-1) @ v_KTD
             out_BHTD[row, :, columns] = out_KXD.reshape(-1, new, q_BHTD.shape[-1])
-        return self._correct(out_BHTD, lse_BHT, tokens_BT, q_BHTD)
+        return self._correct(out_BHTD, lse_BHT, tokens_BT, q_BHTD), lse_BHT
 
     def _correct(self, out_BHTD: Tensor, lse_BHT: Tensor, tokens_BT: Tensor, q_BHTD: Tensor) -> Tensor:
         """Add the layer's linear correction, if it has one."""
@@ -176,16 +202,18 @@ class PackedLayer(CacheLayerMixin):
     def _rotate(self, x_BHTD: Tensor, r_KDD: Tensor | None) -> Tensor:
         return x_BHTD.float() if r_KDD is None else self.backend.rotate(x_BHTD, r_KDD)
 
-    def _restore(self, out_BHTD: Tensor, dtype: torch.dtype) -> Tensor:
+    def _restore(self, out_BHTD: Tensor, lse_BHT: Tensor, softmax: Softmax, dtype: torch.dtype) -> Tensor:
         """Back from the basis of the stored values: their mean is added (probabilities sum to 1), an online rotation undone.
 
-        A folded rotation is undone by W_O.
+        A folded rotation is undone by W_O. Attention sinks take their share at last, in any basis.
         """
         mean_KD, r_KDD = self.plan.value_mean, self.plan.output_rotation
         if mean_KD is not None:
             out_BHTD = (out_BHTD.unflatten(1, (mean_KD.shape[0], -1)) + mean_KD[:, None, None]).flatten(1, 2)
         if r_KDD is not None:
             out_BHTD = self.backend.rotate(out_BHTD.to(dtype), r_KDD)
+        if softmax.sinks_H is not None:
+            out_BHTD = out_BHTD * softmax.kept(lse_BHT)[..., None]
         return out_BHTD.to(dtype)
 
     # -- what transformers asks of a cache layer -------------------------------------------------------------------
@@ -214,10 +242,6 @@ class PackedLayer(CacheLayerMixin):
         raise CacheError("crop the PackedCache, not one of its layers: layers share their page tables")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = crop  # type: ignore[assignment]
-
-
-def _center(x_BKTD: Tensor, mean_KD: Tensor | None) -> Tensor:
-    return x_BKTD if mean_KD is None else x_BKTD - mean_KD[:, None]
 
 
 class PackedCache(Cache):
@@ -276,14 +300,15 @@ class PackedCache(Cache):
         for store in self.stores:
             store.select(indices.tolist())
         for layer in self._others():
-            layer.batch_select_indices(indices)
+            if hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(indices)
+            else:  # linear attention: its states follow any order, also one that leaves rows out
+                layer.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        for store in self.stores:
-            store.select([row for row in range(len(store.num_tokens)) for _ in range(repeats)])
-        for layer in self._others():
-            layer.batch_repeat_interleave(repeats)
+        rows = torch.arange(max(len(store.num_tokens) for store in self.stores))
+        self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` columns; a positive number is the length to keep."""
@@ -299,16 +324,27 @@ class PackedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding included."""
         layer: Any = self.layers[layer_idx]
-        return layer.get_seq_length()
+        counting = isinstance(layer, CacheLayerMixin)  # a layer with linear attention does not count
+        return layer.get_seq_length() if counting else self._packed[0].columns
 
     def _others(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
 
 
 def dense_bytes(layers: Sequence[Any]) -> int:
-    """Bytes of the key and value tensors of transformers' own cache layers."""
-    held = [getattr(layer, half, None) for layer in layers for half in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+    """Bytes of the keys, values and states in transformers' own cache layers."""
+    held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values", *_STATES)]
+    return sum(tensor.nbytes for entry in held for tensor in _tensors(entry))
+
+
+_STATES = ("conv_states", "recurrent_states")
+"""What layers with linear attention hold in place of keys and values."""
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    """The tensors in what a cache layer holds under one name: one, several by index, or none yet."""
+    several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
+    return [tensor for tensor in several if isinstance(tensor, Tensor)]
 
 
 def packed_attention(
@@ -318,15 +354,18 @@ def packed_attention(
     value: Tensor | NewRows,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: packed layers through their cache, everything else through SDPA.
+    """The registered attention function: packed layers through their cache, everything else through `dense_attention`.
 
-    `attention_mask` is what `packed_mask` returned: None, a padding mask ``[B, n]``, or an ordinary 4-D mask.
+    `attention_mask` is what `packed_mask` returned: None, a padding mask ``[B, n]``, or an ordinary 4-D mask. `softcap` and
+    `s_aux` (attention sinks) come from the families that have them.
     """
     if isinstance(key, NewRows):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return key.layer.attend(query, key, attention_mask, scale, module), None
+        return key.layer.attend(query, key, attention_mask, scale, module, softcap, s_aux), None
     assert isinstance(key, Tensor)
     assert isinstance(value, Tensor)
     length, total = query.shape[2], key.shape[2]
@@ -335,15 +374,20 @@ def packed_attention(
             query.shape[0], length, total, q_offset=total - length, attention_mask=attention_mask, device=query.device,
             allow_is_causal_skip=length == total,
         )  # fmt: skip
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return dense_attention(module, query, key, value, attention_mask, scaling, softcap, s_aux, **kwargs)
 
 
 def packed_mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """The registered mask function: the padding mask itself, or SDPA's mask for windows and caches allocated in advance."""
+    """The registered mask function: the padding mask itself where attention is causal, or SDPA's mask.
+
+    The latter is for windows, for caches allocated in advance, and for what is not causal: vision towers, and images in a
+    prompt that attend to themselves (a packed layer refuses such a mask).
+    """
     unfilled = kwargs.get("kv_length") != kwargs.get("q_offset", 0) + kwargs.get("q_length", 0)
-    if local_size is not None or unfilled:
+    causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    if local_size is not None or unfilled or not causal:
         kwargs |= {"attention_mask": attention_mask, "local_size": local_size}
         if unfilled:
             kwargs["allow_is_causal_skip"] = False

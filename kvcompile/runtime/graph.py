@@ -43,13 +43,16 @@ class StepGraph:
     def __call__(self, ids_B1: Tensor, positions_B1: Tensor | None = None) -> CausalLMOutputWithPast:
         """Decode one token per row; positions (``[B, 1]`` or ``[1, 1]``) default to the cache's column count.
 
+        Vision-language models have several positions per token: ``[S, B, 1]``.
+
         Raises CacheError where the cache cannot take the tokens, or the forward cannot be captured.
         """
         batch, columns = ids_B1.shape[0], self.cache.get_seq_length()
         self.cache.begin_token(batch)
-        address = self.cache.address
+        sections = () if positions_B1 is None else tuple(positions_B1.shape[:-2])
+        address = (*self.cache.address, *sections)
         if address != self._address:
-            self._allocate(batch)
+            self._allocate(batch, sections)
         self._ids_B1.copy_(ids_B1)
         if positions_B1 is None:
             self._positions_B1.fill_(columns)
@@ -62,10 +65,10 @@ class StepGraph:
         self.cache.count_token()
         return CausalLMOutputWithPast(logits=self._logits_B1V.clone(), past_key_values=self.cache)  # type: ignore[arg-type]
 
-    def _allocate(self, batch: int) -> None:
+    def _allocate(self, batch: int, sections: tuple[int, ...]) -> None:
         with torch.inference_mode(False):  # so that later steps may run outside of it
             self._ids_B1 = torch.zeros(batch, 1, dtype=torch.long, device=self.model.device)
-            self._positions_B1 = torch.zeros_like(self._ids_B1)
+            self._positions_B1 = self._ids_B1.new_zeros(*sections, batch, 1)
 
     def _record(self) -> None:
         """Make a replayable step. The token's slots are written early, and again by the replay; nothing is counted."""
@@ -109,7 +112,7 @@ def can_capture(cache: object, model: PreTrainedModel) -> TypeGuard[PackedCache]
         and model.device.type == "cuda"
         and isinstance(cache, PackedCache)
         and cache.captures
-        and not any(map(_changes_with_length, model.modules()))
+        and not any(_changes_with_length(module) or _caps_logits(module) for module in model.modules())
     )
 
 
@@ -163,6 +166,11 @@ def _is_plain(name: str, value: object) -> bool:
     if name in ("use_cache", "return_dict"):
         return value is not False
     return value is None or value is False or name in ("logits_to_keep", "cache_position")
+
+
+def _caps_logits(module: nn.Module) -> bool:
+    """Whether the host attends in a step: no kernel caps logits."""
+    return getattr(module, "attn_logit_softcapping", None) is not None
 
 
 def _changes_with_length(module: nn.Module) -> bool:

@@ -16,6 +16,8 @@ DEFAULT_SCHEME = "kvc-int2"
 """What a conversion uses when no scheme is named: the most accurate one at its bits (docs/schemes.md has the table)."""
 
 _BUILTIN = files("kvcompile.scheme") / "builtin"
+_KINDS = ("rotation", "clip", "correction")
+"""Sections whose other fields depend on their kind."""
 _FIELD = r'(?:"[^"]+"|[^."]+)'
 
 
@@ -59,11 +61,21 @@ def parse_scheme(document: dict[str, Any], where: str) -> Scheme:
     try:
         return Scheme.model_validate(document)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(p) for p in e['loc']) or 'scheme'}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        )
+        problems = "; ".join(dict.fromkeys(_problem(e) for e in error.errors()))
         raise SchemeError(f"scheme {where} is invalid: {problems}") from error
+
+
+def _problem(error: Any) -> str:
+    """One finding of pydantic, with the field as a scheme file writes it: without kinds and names of types."""
+    parts = [str(part) for part in error["loc"]]
+    kept = [
+        p for p, before in zip(parts, ["", *parts], strict=False) if before not in _KINDS and not re.search(r"[-\[]", p)
+    ]
+    field = ".".join(kept)
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "union_tag_not_found":
+        message = f"say which kind first, with {field}.kind=..."
+    return f"{field or 'scheme'}: {message}"
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

@@ -307,6 +307,15 @@ class Scheme(LayerScheme):
             for index in _layer_numbers(place):
                 yield self.layer(index)
 
+    def with_online_values(self) -> "Scheme":
+        """This scheme for a model into whose weights the rotation of values cannot be folded."""
+        document = self.model_dump()
+        for layer in (document, *document["layers"].values()):
+            rotation = layer.get("value", {}).get("rotation", {})
+            if "apply" in rotation:
+                rotation["apply"] = "online"
+        return Scheme.model_validate(document)
+
     def overridden_layers(self) -> set[int]:
         """Numbers of all layers that some override names."""
         return {index for place in self.layers for index in _layer_numbers(place)}
