@@ -24,9 +24,13 @@ def random_onnx_layer(
     balanced: str = "",
     centered: str = "",
     correction: str = "",
+    softmax: str = "",
     seed: int = 0,
 ) -> Layer:
-    """A layer with random tensors. `rotated`, `balanced` (with an inverse) and `centered` name halves; `correction` its form."""
+    """A layer with random tensors.
+
+    `rotated`, `balanced` (with an inverse) and `centered` name halves, `correction` its form, `softmax` what it has besides.
+    """
     generator = torch.Generator().manual_seed(seed)
     kv, dim, features = num_kv_heads, fmt.head_dim, 16
 
@@ -52,6 +56,10 @@ def random_onnx_layer(
         tensors["correction.scale"] = normal(num_heads).abs()
     if correction == "relative":
         tensors["correction.decoded"] = normal(kv, dim, features) * 0.3
+    if "softcap" in softmax:
+        tensors["softmax.softcap"] = torch.tensor(1.5)
+    if "sinks" in softmax:
+        tensors["softmax.sinks"] = normal(num_heads) + 3
     return Layer(num_heads, num_kv_heads, fmt, {name: tensor.float().contiguous() for name, tensor in tensors.items()})
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,14 @@ pytest.importorskip("onnx", reason="the ONNX export needs onnx, which is not ins
 pytest.importorskip("onnxscript", reason="the ONNX export needs onnxscript, which is not installed")
 pytest.importorskip("onnxruntime", reason="the models are run on onnxruntime, which is not installed")
 
-from onnx import checker
+import onnx
+from onnx import checker, numpy_helper
 
-from kvcompile.artifact import Artifact, open_artifact
+from kvcompile.artifact import open_artifact
+from kvcompile.checkpoint import Checkpoint
 from kvcompile.codec import LayerCache, PageFormat, RowFormat, attend_layer, decode_pages, encode_pages
-from kvcompile.export.onnx import OnnxTarget
+from kvcompile.errors import ExportError
+from kvcompile.export import export
 from kvcompile.export.onnx.cases import Draw, layer_cases, packing_cases, settled, with_answers
 from kvcompile.export.onnx.compose import Function, make_model, tensor_info
 from kvcompile.export.onnx.layer import Layer
@@ -30,8 +34,15 @@ from kvcompile.runtime.backend import CodecBackend
 from kvcompile.runtime.cache import LayerPlan, NewRows, PackedLayer
 from kvcompile.runtime.plan import Geometry, Storage
 from kvcompile.runtime.store import PackedStore
+from tests.commands import quick_conversions
+from tests.families import save_family, small_config
 from tests.layers import random_layer
 from tests.onnx_layers import RUNTIMES, Session, assert_agrees, random_onnx_layer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    yield from quick_conversions()
 
 
 def rows(dim: int, bits: int, group: int, clip: float = 1.0, **fields: object) -> RowFormat:
@@ -82,6 +93,15 @@ LAYERS = {
     "kvlinc-paper": lambda: random_onnx_layer(
         PageFormat(rows(64, 1, 64, axis="channel"), rows(64, 1, 32)), 4, 4, rotated="key", centered="value",
         correction="paper",
+    ),
+    "softcap": lambda: random_onnx_layer(
+        PageFormat(rows(64, 2, 64, 0.94), rows(64, 2, 64)), 4, 2, rotated="key", centered="key", softmax="softcap"
+    ),
+    "sinks": lambda: random_onnx_layer(
+        PageFormat(rows(64, 4, 32), rows(64, 4, 32)), 6, 2, balanced="key value", centered="key value", softmax="sinks"
+    ),
+    "softcap-sinks": lambda: random_onnx_layer(
+        PageFormat(rows(64, 2, 64), rows(64, 2, 64)), 2, 2, centered="key", softmax="softcap sinks"
     ),
 }  # fmt: skip
 
@@ -224,7 +244,7 @@ def packed_layer(layer: Layer, sink: int, recent: int) -> PackedLayer:
     return PackedLayer(plan, store, 0, store.backend)
 
 
-@pytest.mark.parametrize("name", ["kvc", "omni", "kvlinc", "kvlinc-paper"])
+@pytest.mark.parametrize("name", ["kvc", "omni", "kvlinc", "kvlinc-paper", "softcap", "sinks", "softcap-sinks"])
 def test_decoding_token_by_token_with_the_models_alone(name):
     """From nothing: steps, pages and states made by the models give what the runtime gives."""
     layer, sink, recent = LAYERS[name](), 3, 20
@@ -241,6 +261,7 @@ def test_decoding_token_by_token_with_the_models_alone(name):
     correction = layer.correction()
     features = 0 if correction is None else correction.key_KDF.shape[-1]
     state_s, state_p = np.zeros((kv, features, dim), np.float32), np.zeros((kv, features), np.float32)
+    softcap, sinks = (layer.tensors.get(f"softmax.{name}") for name in ("softcap", "sinks"))
     module, scaling = SimpleNamespace(num_key_value_groups=layer.num_heads // kv, is_causal=True), dim**-0.5
     for i in range(tokens):
         if geometry.full_pages(i + 1) > len(pages):
@@ -259,7 +280,7 @@ def test_decoding_token_by_token_with_the_models_alone(name):
         )  # fmt: skip
         windows = {n: found[f"new_{n}"] for n in windows}
         query, *new = (x[:, :, i : i + 1] for x in (q, k, v))
-        out = reference.attend(query, NewRows(reference, *new), None, scaling, module)
+        out = reference.attend(query, NewRows(reference, *new), None, scaling, module, softcap, sinks)
         np.testing.assert_allclose(found["out"], out[:, 0].numpy(), rtol=1e-5, atol=1e-5)
     stored = reference.store.layer(0)
     assert len(pages) == int(stored.num_pages_B[0]) > 1
@@ -289,28 +310,23 @@ def run_kit(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def write(artifact: Artifact, folder: Path) -> Path:
-    folder.mkdir()
-    target = OnnxTarget()
-    assert target.refuse(artifact) is None
-    target.write(artifact, folder, {})
-    return folder
-
-
 def test_kit_of_the_example(converted, tmp_path):
-    folder = write(open_artifact(converted), tmp_path / "kit")
+    folder = tmp_path / "kit"
+    export(converted, "onnx", folder)
     done = run_kit(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "11 of 11 cases agree" in done.stdout
     index = json.loads((folder / "index.json").read_text())
     assert index["layer-00"]["layers"] == [0, 1, 2, 3]
-    again = write(open_artifact(converted), tmp_path / "again")
+    assert "- `layer-00`: layers 0, 1, 2, 3" in (folder / "NOTES.md").read_text("utf-8")
+    export(converted, "onnx", tmp_path / "again")
     for path in filter(Path.is_file, folder.rglob("*")):
-        assert path.read_bytes() == (again / path.relative_to(folder)).read_bytes(), path
+        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(folder)).read_bytes(), path
 
 
 def test_kit_finds_a_wrong_answer(converted, tmp_path):
-    folder = write(open_artifact(converted), tmp_path / "kit")
+    folder = tmp_path / "kit"
+    export(converted, "onnx", folder)
     case = folder / "conformance" / "layer-00" / "encode_page.npz"
     arrays = dict(np.load(case))
     arrays["out.pages"][0, 0, 0] ^= 1
@@ -325,8 +341,11 @@ def test_kit_finds_a_wrong_answer(converted, tmp_path):
 
 def test_initializers_are_the_tensors_of_the_sidecar(converted, tmp_path):
     artifact = open_artifact(converted)
-    index = json.loads((write(artifact, tmp_path / "kit") / "index.json").read_text())
-    layer = Layer.of(artifact, artifact.manifest.layers[0])
+    export(converted, "onnx", tmp_path / "kit")
+    index = json.loads((tmp_path / "kit" / "index.json").read_text())
+    layer = Layer.of(artifact, artifact.manifest.layers[0], {})
+    assert "key.rotation" in index["layer-00"]["sidecar"]
+    assert layer.defaults().keys() == {*index["layer-00"]["sidecar"], "scaling"}
     for name, pattern in index["layer-00"]["sidecar"].items():
         np.testing.assert_array_equal(layer.defaults()[name], artifact.tensors[pattern.format(i=0)].numpy())
 
@@ -334,28 +353,43 @@ def test_initializers_are_the_tensors_of_the_sidecar(converted, tmp_path):
 @pytest.mark.parametrize("scheme", ["kvc-int2", "omni-int2", "kvlinc-int2", "kmeans-int4"])
 def test_kit_of_other_schemes(scheme, example, tmp_path):
     """Every operator, and whatever tensors its passes make."""
-    overrides = ["calibration.tokens=2048"]
+    overrides = ["calibration.tokens=256"]
     if scheme == "kvlinc-int2":
-        overrides += ["correction.steps=4", "correction.features=32", "calibration.sample_sequences=2"]
+        overrides += ["correction.steps=4", "correction.features=32", "calibration.sample_sequences=1"]
     convert(example, tmp_path / "out", scheme, overrides=overrides)
-    done = run_kit(write(open_artifact(tmp_path / "out"), tmp_path / "kit"))
+    export(tmp_path / "out", "onnx", tmp_path / "kit")
+    done = run_kit(tmp_path / "kit")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("gemma2", "softmax.softcap"), ("gpt_oss", "softmax.sinks")])
+def test_kit_of_a_model_without_a_plain_softmax(family, tensor, tmp_path):
+    source = save_family(family, tmp_path / "model")
+    convert(source, tmp_path / "out", "kvc-int2", overrides=["calibration.tokens=192"])
+    export(tmp_path / "out", "onnx", tmp_path / "kit")
+    done = run_kit(tmp_path / "kit")
+    assert done.returncode == 0, done.stdout + done.stderr
+    step = onnx.load(tmp_path / "kit" / "layer-01" / "step.onnx")
+    held = {x.name: numpy_helper.to_array(x) for x in step.graph.initializer}[tensor]
+    if family == "gemma2":
+        assert held == small_config(family).attn_logit_softcapping
+    else:
+        np.testing.assert_array_equal(held, Checkpoint(source).load("model.layers.1.self_attn.sinks").numpy())
 
 
 @pytest.mark.shared
 def test_kit_of_qwen3(shared, tmp_path):
-    convert(shared / "models" / "qwen3-32m", tmp_path / "out", "kvc-int2", overrides=["calibration.tokens=4096"])
-    done = run_kit(write(open_artifact(tmp_path / "out"), tmp_path / "kit"))
+    convert(shared / "models" / "qwen3-32m", tmp_path / "out", "kvc-int2", overrides=["calibration.tokens=512"])
+    export(tmp_path / "out", "onnx", tmp_path / "kit")
+    done = run_kit(tmp_path / "kit")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_refuses_where_there_is_nothing_to_say(converted, monkeypatch):
-    artifact = open_artifact(converted)
-    bare = [layer.model_copy(update={"key": None, "value": None}) for layer in artifact.manifest.layers]
-    manifest = artifact.manifest.model_copy(update={"layers": bare})
-    assert "no layer" in str(OnnxTarget().refuse(Artifact(artifact.directory, manifest, artifact.weights_path)))
-    monkeypatch.setattr("kvcompile.export.onnx.target.find_spec", lambda name: None)
-    assert "kvcompile[onnx]" in str(OnnxTarget().refuse(artifact))
+def test_without_its_libraries_the_export_says_what_to_install(converted, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvcompile.export.onnx.kit", None)
+    with pytest.raises(ExportError, match=r"pip install 'kvcompile\[onnx\]'"):
+        export(converted, "onnx", tmp_path / "kit")
+    assert not list(tmp_path.iterdir())
 
 
 def test_answers_do_not_alter_their_inputs():

@@ -18,10 +18,12 @@ import numpy as np
 from onnx import ModelProto, checker
 
 from kvcompile.artifact import Artifact
+from kvcompile.checkpoint import Checkpoint
 from kvcompile.export.onnx.cases import layer_cases, packing_cases, with_answers
 from kvcompile.export.onnx.layer import Layer
 from kvcompile.export.onnx.models import layer_models, packing_models
 from kvcompile.export.onnx.oracle import Arrays, answer_packing
+from kvcompile.export.onnx.softmax import softmax_tensors
 
 RUNNER = "run_conformance.py"
 OPERATIONS = "operations"
@@ -29,7 +31,8 @@ OPERATIONS = "operations"
 
 def write_kit(artifact: Artifact, folder: Path) -> dict[str, list[int]]:
     """Write the kit of an artifact; the layers that every folder of models stands for."""
-    layers = {record.index: Layer.of(artifact, record) for record in artifact.manifest.compiled}
+    softmax = softmax_tensors(Checkpoint(artifact.weights_path))
+    layers = {record.index: Layer.of(artifact, record, softmax[record.index]) for record in artifact.manifest.compiled}
     first: dict[tuple[object, ...], int] = {}
     stands_for: dict[str, list[int]] = {}
     for index, layer in layers.items():
@@ -45,7 +48,11 @@ def write_kit(artifact: Artifact, folder: Path) -> dict[str, list[int]]:
     contents = {
         name: {
             "layers": indices,
-            "sidecar": {n: f"layers.{{i}}.{n}" for n in sorted(layers[indices[0]].defaults()) if n != "scaling"},
+            "sidecar": {
+                n: f"layers.{{i}}.{n}"
+                for n in sorted(layers[indices[0]].defaults())
+                if f"layers.{indices[0]}.{n}" in artifact.tensors
+            },
         }
         for name, indices in stands_for.items()
     }

@@ -18,7 +18,8 @@ HALVES: tuple[Half, Half] = ("key", "value")
 
 @dataclass(frozen=True)
 class Layer:
-    """A compiled layer. `tensors` are those of the sidecar without ``layers.{i}.``, float32, such as ``key.rotation [K, D, D]``.
+    """A compiled layer. `tensors` are those of the sidecar without ``layers.{i}.``, float32, such as ``key.rotation [K, D, D]``,
+    and those of `softmax_tensors`.
 
     A tensor is there if and only if the step that reads it is done. A folded rotation of values is left out: W_V did it.
     """
@@ -29,8 +30,8 @@ class Layer:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, artifact: Artifact, record: LayerRecord) -> "Layer":
-        """A compiled layer of an artifact."""
+    def of(cls, artifact: Artifact, record: LayerRecord, softmax: Mapping[str, Tensor]) -> "Layer":
+        """A compiled layer of an artifact; `softmax` is what `softmax_tensors` says of it."""
         names: dict[str, str | None] = {}
         for half, row in (("key", record.key), ("value", record.value)):
             assert row is not None
@@ -42,7 +43,7 @@ class Layer:
             record.num_heads,
             record.num_key_value_heads,
             record.page_format(),
-            {short: tensor.float() for short, tensor in found.items() if tensor is not None},
+            {short: tensor.float() for short, tensor in found.items() if tensor is not None} | dict(softmax),
         )
 
     def row(self, half: Half) -> RowFormat:

@@ -17,6 +17,7 @@ from kvcompile.codec import (
 )
 from kvcompile.codec.correction import Correction, CorrectionStates
 from kvcompile.export.onnx.layer import Half, Layer
+from kvcompile.models import Softmax
 
 Arrays = dict[str, np.ndarray]
 
@@ -111,8 +112,21 @@ def _scaling(layer: Layer, inputs: Mapping[str, np.ndarray]) -> float:
 
 
 def _attend(layer: Layer, inputs: Mapping[str, np.ndarray]) -> Arrays:
-    out, lse = attend_layer(torch.from_numpy(inputs["q"]), _cache(layer, inputs), _scaling(layer, inputs))
+    out, lse = _over_cache(layer, torch.from_numpy(inputs["q"]), _cache(layer, inputs), _scaling(layer, inputs))
     return {"out": out.numpy(), "lse": lse.numpy()}
+
+
+def _over_cache(layer: Layer, q_BHD: Tensor, cache: LayerCache, scaling: float) -> tuple[Tensor, Tensor]:
+    softcap = layer.tensors.get("softmax.softcap")
+    return attend_layer(
+        q_BHD, cache, scaling, None if softcap is None else float(softcap), _shift(layer, q_BHD, scaling)
+    )
+
+
+def _shift(layer: Layer, q_BHD: Tensor, scaling: float) -> Tensor | None:
+    """What the mean of the keys takes from every logit ``[B, H]``."""
+    mean_KD = layer.tensors.get("key.mean")
+    return None if mean_KD is None else _by_head(q_BHD[:, :, None], mean_KD[:, :, None])[:, :, 0, 0] * scaling
 
 
 def _correction(layer: Layer) -> Correction:
@@ -143,7 +157,8 @@ def _step(layer: Layer, inputs: Mapping[str, np.ndarray]) -> Arrays:
             )
             window[row, :, slot] = rows_BKD[row]
     q_BHTD = rotate_query(layer, q_BHD[:, :, None])
-    out_BHD, lse_BH = attend_layer(q_BHTD[:, :, 0], cache, _scaling(layer, inputs))
+    scaling = _scaling(layer, inputs)
+    out_BHD, lse_BH = _over_cache(layer, q_BHTD[:, :, 0], cache, scaling)
     out_BHTD = out_BHD[:, :, None]
     if layer.correction() is not None:
         states = CorrectionStates(*(torch.from_numpy(inputs[name]) for name in ("state_s", "state_p")))
@@ -154,6 +169,10 @@ def _step(layer: Layer, inputs: Mapping[str, np.ndarray]) -> Arrays:
         out_BHTD = out_BHTD + mean_KD.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=0)[:, None]
     if rotation_KDD is not None:
         out_BHTD = _by_head(out_BHTD, layer.tensors.get("value.inverse", rotation_KDD.mT))
+    if "softmax.sinks" in layer.tensors:
+        shift_BH = None if "softmax.softcap" in layer.tensors else _shift(layer, q_BHTD[:, :, 0], scaling)
+        lse_BHT = (lse_BH if shift_BH is None else lse_BH + shift_BH)[:, :, None]
+        out_BHTD = out_BHTD * Softmax(scaling, None, layer.tensors["softmax.sinks"]).kept(lse_BHT)[..., None]
     outputs = {"out": out_BHTD[:, :, 0].numpy(), "new_num_tokens": grown["num_tokens"]}
     windows = (cache.sink_k_BKSD, cache.sink_v_BKSD, cache.recent_k_BKWD, cache.recent_v_BKWD)
     names = ("new_sink_k", "new_sink_v", "new_ring_k", "new_ring_v")

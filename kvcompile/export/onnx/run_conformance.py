@@ -1,6 +1,6 @@
 """Runs every case of this kit and compares: integers (codes, page bytes, BF16 bits) exactly, floats to 1e-5.
 
-    pip install numpy onnxruntime          # 1.31 or newer, for opset 26
+    pip install numpy onnxruntime          # 1.27 or newer, for opset 26
     python run_conformance.py [FOLDER]
 
 To test another engine, replace `answer`: it gets the operation and its inputs, and returns the outputs by name.

@@ -14,15 +14,16 @@ STATES = ("state_s", "state_p")
 
 
 def attend_function(layer: Layer) -> Function:
-    """``AttendCache(q, pages, table, num_pages, num_tokens, windows, scaling, centroids?)``: `Attend` over a cache.
+    """``AttendCache(q, pages, table, num_pages, num_tokens, windows, scaling, ...)``: `Attend` over a cache.
 
     Windows are float32 here. Returns the output ``[B, H, D]`` in the basis of stored values, and the log of the denominator.
     """
     decode = decode_page_function(layer)
     tables = decode.inputs[1:]
+    capping = layer.names("softmax.softcap", "key.mean") if "softmax.softcap" in layer.tensors else []
     body = Function(
         "AttendCache",
-        ["q", *CACHE, *WINDOWS, "scaling", *tables],
+        ["q", *CACHE, *WINDOWS, "scaling", *tables, *capping],
         "Attention over sink, pages and ring, one token per row.",
     )
     ids = body.call("KnownPages", "table", "num_pages")
@@ -30,7 +31,12 @@ def attend_function(layer: Layer) -> Function:
     pages = body.call("GatherPages", "pages", ids)
     k, v = (body.call("PagesOfRows", x, ids) for x in body.calls(decode, pages, *tables, outputs=2))
     k, v = (body.call("Concat", f"sink_{n}", x, f"ring_{n}", axis=2) for n, x in (("k", k), ("v", v)))
-    out, lse = body.calls("Attend", "q", k, v, visible, "scaling", outputs=2)
+    logits = body.call("Logits", "q", k, "scaling")
+    if "key.mean" in capping:
+        logits = body.call("AddShift", logits, body.call("Shift", "q", "key.mean", "scaling"))
+    if capping:
+        logits = body.call("SoftCap", logits, "softmax.softcap")
+    out, lse = body.calls("Attend", logits, v, visible, outputs=2)
     return body.returns(("out", out), ("lse", lse))
 
 
@@ -61,7 +67,7 @@ def step_function(layer: Layer) -> Function:
     corrected = "correction.key" in layer.tensors
     names = layer.names(
         "key.rotation", "key.inverse", "key.mean", "value.rotation", "value.inverse", "value.mean", "correction.query",
-        "correction.scale", "key.centroids", "value.centroids",
+        "correction.scale", "key.centroids", "value.centroids", "softmax.softcap", "softmax.sinks",
     )  # fmt: skip
     states = STATES if corrected else ()
     body = Function(
@@ -83,9 +89,13 @@ def step_function(layer: Layer) -> Function:
         weights = "WeightsRelative" if "correction.decoded" in layer.tensors else "Weights"
         kept, weight = body.calls(weights, lse, seen, "correction.scale", outputs=2)
         out = body.call("Correct", out, q, *STATES, "correction.query", kept, weight)
-    out = _restore(body, layer, body.call("Unsqueeze", out, two))
+    out = body.call("Squeeze", _restore(body, layer, body.call("Unsqueeze", out, two)), two)
+    if "softmax.sinks" in layer.tensors:
+        if "key.mean" in layer.tensors and "softmax.softcap" not in layer.tensors:
+            lse = body.call("Add", lse, body.call("Shift", q, "key.mean", "scaling"))
+        out = body.call("LeaveToSinks", out, lse, "softmax.sinks")
     outputs += [(f"new_{name}", body.call("ToBits", windows[name])) for name in WINDOWS]
-    return body.returns(("out", body.call("Squeeze", out, two)), ("new_num_tokens", seen), *outputs)
+    return body.returns(("out", out), ("new_num_tokens", seen), *outputs)
 
 
 def _query(body: Function, layer: Layer, q: str) -> str:

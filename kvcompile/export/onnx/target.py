@@ -1,9 +1,10 @@
-"""The target `onnx`: an executable specification of an artifact's layers with a conformance kit; docs/onnx.md describes it."""
+"""Target `onnx`: an executable specification of an artifact's layers with a conformance kit; docs/onnx.md describes it."""
 
-from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 from kvcompile.artifact import Artifact
+from kvcompile.errors import ExportError
 from kvcompile.export.target import Notes, Options
 
 
@@ -15,43 +16,46 @@ class OnnxTarget:
     3. One folder of models per geometry; the tensors of its other layers may be fed in place of the initializers.
     """
 
-    name = "onnx"
-    summary = "ONNX functions of the codec (domain ai.kvcompile), models per layer geometry, and a conformance kit"
+    name: ClassVar[str] = "onnx"
+    summary: ClassVar[str] = (
+        "ONNX functions of the codec (domain ai.kvcompile), models per layer geometry, and a conformance kit"
+    )
 
     def refuse(self, artifact: Artifact) -> str | None:
-        """Nothing to say without a compiled layer, and nothing to write without the libraries."""
-        if not artifact.manifest.compiled:
-            return "no layer of it has a compiled cache"
-        if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
-            return f"{' and '.join(missing)} must be installed for it: pip install 'kvcompile[onnx]'"
+        """Nothing: the functions say whatever a manifest can say."""
         return None
 
     def write(self, artifact: Artifact, folder: Path, options: Options) -> Notes:
         """Write models, cases and the runner."""
-        from kvcompile.export.onnx.kit import write_kit  # onnx is optional
-
+        try:
+            from kvcompile.export.onnx.kit import write_kit
+        except ImportError as error:
+            raise ExportError("export to onnx needs onnx and onnxscript: pip install 'kvcompile[onnx]'") from error
         stands_for = write_kit(artifact, folder)
         listed = [f"- `{name}`: layers {', '.join(map(str, layers))}" for name, layers in stands_for.items()]
         return Notes(
             carried=(
                 "rotations, inverses and means: initializers of the models, named as in the sidecar",
                 "codes, metadata, norms, centroids, packing and page bytes: byte for byte those of the codec",
-                "error feedback: exact, as a loop over channels",
-                "attention over sink, pages and ring: one token per row, grouped queries, to 1e-5 of the codec",
-                "linear correction: states and corrected output, where the layer has one",
+                "clip and error feedback: exact",
+                "attention: one token per row over sink, pages and ring, grouped queries, to 1e-5 of the codec",
+                *_carried(artifact),
             ),
-            approximated=(
-                "order of additions in float32 sums: not part of the format; the cases are drawn so that it decides no byte",
-            ),
+            approximated=(),
             refused=(
-                "weights, RoPE, QK-norm and logit scaling: the model's own; `scaling` is an input of attention",
-                "sizes of the windows: read off the tensors that are fed; the scheme has them in `window`",
-                "when a page is written: the engine's choice, docs/manifest.md, Which token is where",
+                "weights: the model's own, and so are RoPE, QK-norm and the factor of logits (`scaling`, an input)",
+                "window sizes: read off the tensors that are fed; the manifest has them in `scheme.window`",
             ),
             lines=(
-                "`python run_conformance.py` runs every case with onnxruntime (1.31 or newer). Replace its `answer` to test",
-                "another engine. Folders of models stand for these layers:",
+                "`python run_conformance.py` runs every case with numpy and onnxruntime (1.27 or newer). Replace its `answer`",
+                "to test another engine. The folders of models stand for these layers:",
                 "",
                 *listed,
             ),
         )
+
+
+def _carried(artifact: Artifact) -> list[str]:
+    if any(layer.correction for layer in artifact.manifest.compiled):
+        return ["linear correction: its states and the corrected output"]
+    return []

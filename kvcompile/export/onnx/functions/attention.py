@@ -52,16 +52,44 @@ def PagesOfRows(x_MKTD: Float, ids_BN: Int) -> Float:
 
 
 @spec
-def Attend(q_BHD: Float, k_BKVD: Float, v_BKVD: Float, visible_BV: Bool, scaling: Float) -> tuple[Float, Float]:
+def GroupQueries(q_BHD: Float, kv: Int) -> Float:
+    """Rows ``[B, H, D]`` as ``[B, K, G, D]``; `kv` is the list ``[K]``."""
+    groups = op.Shape(q_BHD, start=1, end=2) / kv
+    return op.Reshape(q_BHD, op.Concat(op.Shape(q_BHD, end=1), kv, groups, op.Shape(q_BHD, start=2), axis=0))
+
+
+@spec
+def Logits(q_BHD: Float, k_BKVD: Float, scaling: Float) -> Float:
+    """Products ``[B, K, G, V]`` of rotated queries with stored keys, scaled."""
+    q_BKGD = GroupQueries(q_BHD, op.Shape(k_BKVD, start=1, end=2))
+    return op.MatMul(q_BKGD, op.Transpose(k_BKVD, perm=[0, 1, 3, 2])) * scaling
+
+
+@spec
+def Shift(q_BHD: Float, mean_KD: Float, scaling: Float) -> Float:
+    """What the mean of the keys takes from every logit ``[B, H]`` of a rotated query."""
+    products_BKGD = GroupQueries(q_BHD, op.Shape(mean_KD, end=1)) * op.Unsqueeze(mean_KD, [1])
+    return op.Reshape(op.ReduceSum(products_BKGD, [-1]), op.Shape(q_BHD, end=2)) * scaling
+
+
+@spec
+def AddShift(logits_BKGV: Float, shift_BH: Float) -> Float:
+    """Logits with the `Shift` of their query."""
+    return logits_BKGV + op.Reshape(shift_BH, op.Concat(op.Shape(logits_BKGV, end=3), [1], axis=0))
+
+
+@spec
+def SoftCap(logits: Float, softcap: Float) -> Float:
+    """``softcap tanh(logit / softcap)``."""
+    return op.Tanh(logits / softcap) * softcap
+
+
+@spec
+def Attend(logits_BKGV: Float, v_BKVD: Float, visible_BV: Bool) -> tuple[Float, Float]:
     """Attention of one token per row: output ``[B, H, D]``, log of the softmax denominator ``[B, H]``, both float32.
 
     Slots that are not visible may hold anything. A row without tokens gives zeros and minus infinity.
     """
-    kv = op.Shape(k_BKVD, start=1, end=2)
-    grouped = op.Concat(
-        op.Shape(q_BHD, end=1), kv, op.Shape(q_BHD, start=1, end=2) / kv, op.Shape(q_BHD, start=2), axis=0
-    )
-    logits_BKGV = op.MatMul(op.Reshape(q_BHD, grouped), op.Transpose(k_BKVD, perm=[0, 1, 3, 2])) * scaling
     hidden = op.Constant(value_float=NEGATIVE_INFINITY)
     logits_BKGV = op.Where(op.Unsqueeze(visible_BV, [1, 2]), logits_BKGV, hidden)
     v_BKVD = op.Where(op.Unsqueeze(visible_BV, [1, 3]), v_BKVD, 0.0)
@@ -70,7 +98,15 @@ def Attend(q_BHD: Float, k_BKVD: Float, v_BKVD: Float, visible_BV: Bool, scaling
     denominator = op.ReduceSum(weights_BKGV, [-1])
     out_BKGD = op.MatMul(weights_BKGV, v_BKVD) / op.Max(denominator, 1e-30)
     lse_BKG1 = op.Log(denominator) + largest
-    return op.Reshape(out_BKGD, op.Shape(q_BHD)), op.Reshape(lse_BKG1, op.Shape(q_BHD, end=2))
+    heads = op.Concat(op.Shape(logits_BKGV, end=1), [-1], axis=0)
+    whole = op.Concat(heads, op.Shape(v_BKVD, start=3), axis=0)
+    return op.Reshape(out_BKGD, whole), op.Reshape(lse_BKG1, heads)
+
+
+@spec
+def LeaveToSinks(out_BHD: Float, lse_BH: Float, sinks_H: Float) -> Float:
+    """Attention outputs less the share that attention sinks take: further logits in a head's denominator, without a value."""
+    return out_BHD * op.Unsqueeze(op.Sigmoid(lse_BH - sinks_H), [2])
 
 
 @spec
