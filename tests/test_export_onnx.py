@@ -164,6 +164,18 @@ def test_rows_of_any_size(runtime, size):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
+def test_errors_that_are_fed_back_are_bounded(runtime):
+    """The largest factor there is: errors add up until they are cut at 511 steps."""
+    layer = random_onnx_layer(KVC, 2, 2)
+    largest = torch.full((2, 64, 64), 127 / 64).triu(1)
+    layer = replace(layer, tensors={"key.feedback": largest, "value.feedback": -largest})
+    k, v = (torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2))
+    expected = encode_pages(k, v, layer.fmt, layer.tables()).numpy()
+    found = Session(layer_models(layer)["encode_page"], runtime)(k=to_bits(k), v=to_bits(v))["pages"]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_bf16_is_rounded_to_nearest_even(runtime):
     body = Function("Bits", ["x"])
     function = body.returns(("bits", body.call("ToBits", "x")), ("rounded", body.call("RoundBf16", "x")))
