@@ -41,6 +41,7 @@ TARGETS: dict[str, Entry] = {
             "text": "a text file, or 'bundled': measure what the view costs",
         },
     ),
+    "onnx": Entry("kvcompile.export.onnx:OnnxTarget"),
 }
 
 
