@@ -2,7 +2,11 @@
 
 import importlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -61,11 +65,36 @@ def cli() -> None:
     """
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as an interrupt does: half-written files go, finished stages stay."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated inside."""
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; a KvCompileError is printed as one sentence and exits with 1, an interrupt with 130."""
+    """Run the command line; a KvCompileError is printed as one sentence and exits with 1.
+
+    An interrupt exits with 130, SIGTERM with 143.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        code: Any = cli.main(args=arguments, prog_name="kvcompile", standalone_mode=False)
+        with _terminable():
+            code: Any = cli.main(args=arguments, prog_name="kvcompile", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         error.show()
@@ -73,8 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     except KvCompileError as error:
         sys.exit(_say(str(error), error))
     except (click.Abort, KeyboardInterrupt) as error:
-        _say("interrupted", error.__cause__ or error)  # click raises Abort from the interrupt, which has the notes
-        sys.exit(130)
+        cause = error.__cause__ or error  # click raises Abort from the interrupt, which has the notes
+        _say("interrupted", cause)
+        sys.exit(143 if isinstance(cause, Terminated) else 130)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:

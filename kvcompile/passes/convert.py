@@ -136,14 +136,19 @@ def convert(
                 workspace.abandon()
                 return result(ir, None)
             manifest = read_manifest(workspace.staging)  # what cannot be read back is not published
+            if checkpoint.fingerprint() != inputs["source"]:
+                raise CheckpointError(f"{checkpoint.path} changed while it was converted; run the conversion again")
             workspace.publish()
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         failure = OutputError(f"cannot write {workspace.out}: {reason}; nothing was left there")
         _resume_hint(failure, workspace)
         raise failure from error
-    except CheckpointError:
-        workspace.discard()  # a repaired source is another source
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):  # a read error may pass
+            _resume_hint(error, workspace)
+        else:
+            workspace.discard()  # a repaired source is another source
         raise
     except (ArtifactError, PassError, VerificationError) as error:
         if culprit := next(checkpoint.non_finite(), None):
