@@ -1,7 +1,6 @@
 """A lock on a directory, which the kernel lets go of when its holder ends, however it ends."""
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -37,21 +36,25 @@ class DirectoryLock:
             if not _lock(file):
                 file.close()
                 return False
-            try:
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
-                    self._file = file
-                    return True
-            except FileNotFoundError:
-                pass
-            file.close()  # the last holder has removed the file just now
+            if self._is_there(file):
+                self._file = file
+                return True
+            file.close()  # the last holder has removed it just now
 
     def release(self) -> None:
         """Remove the file, then let go: whoever waits for the old file sees that it is gone."""
         if self._file is not None:
-            with suppress(OSError):
+            if self._is_there(self._file):
                 self.path.unlink()
             self._file.close()
             self._file = None
+
+    def _is_there(self, file: IO[bytes]) -> bool:
+        """Whether an open file is the one that the directory holds now."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
 
 def _lock(file: IO[bytes]) -> bool:
