@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcompile.codec import PageFormat, RowFormat
+from kvcompile.document import read_json
 from kvcompile.errors import ArtifactError
 from kvcompile.scheme import Scheme, group_size
 from kvcompile.scheme.model import Identity, LayerScheme, LinearCorrection, RowCodec, TokenScale
@@ -264,7 +265,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a converted directory; raises ArtifactError when there is none, or none this version can read."""
     path = directory / MANIFEST_NAME
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_json(path)
         version = str(document["schema_version"])
         major = int(version.split(".")[0])
     except FileNotFoundError as error:

@@ -31,6 +31,10 @@ COMMANDS = {
 """Every command with the first sentence of its help, so that the group's help need not import it."""
 
 
+_LONGEST = 4000
+"""Characters of an error that are printed."""
+
+
 class LazyGroup(click.Group):
     """Loads a command's module when it is called, so that `--help` does not import torch."""
 
@@ -113,7 +117,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _say(message: str, error: BaseException) -> int:
     """Print an error and its notes to stderr; the exit code."""
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {_printable(message)}", err=True)
     for note in getattr(error, "__notes__", []):
-        click.echo(f"  {note}", err=True)
+        click.echo(f"  {_printable(note)}", err=True)
     return 1
+
+
+def _printable(message: str) -> str:
+    """One line, of reasonable length, without control characters: names in a message may come from hostile files."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message[:_LONGEST])
+    return shown if len(message) <= _LONGEST else f"{shown} ..."

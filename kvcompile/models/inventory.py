@@ -14,6 +14,8 @@ from kvcompile.models.loading import resolve_config
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+
 OUR_TAG = "kvcompile"
 """The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
 
@@ -90,6 +92,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     CheckpointError where tensors are absent or their shapes contradict config.json.
     """
     raw = checkpoint.config
+    _check_layer_counts(checkpoint, raw)
     model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
     if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
         raise _refusal(checkpoint, model_type)
@@ -121,7 +124,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    return str((config.get("architectures") or ["?"])[0])
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "?"
+    return name if isinstance(name, str) and name.isidentifier() else "?"
 
 
 def _refusal(checkpoint: Checkpoint, model_type: str, within: bool = False) -> UnsupportedArchitectureError:
@@ -142,10 +147,22 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
+def _check_layer_counts(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Raise CheckpointError for more layers, in any tower, than there are tensors: transformers would list them all."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layer_counts(checkpoint, value)
+        elif key in _LAYER_COUNTS and isinstance(value, int) and value > len(checkpoint.entries):
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'} says '{key}' {value}, but the checkpoint has only "
+                f"{len(checkpoint.entries)} tensors"
+            )
+
+
 def _check_config(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     """Raise CheckpointError unless sizes are positive integers and `layer_types`, where given, has an entry per layer."""
     for key in _SIZES:
-        if not isinstance(config.get(key), int) or config[key] < 1:
+        if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise CheckpointError(
                 f"{checkpoint.path / 'config.json'} needs a positive integer '{key}', not {config.get(key)!r}"
             )

@@ -1,0 +1,206 @@
+"""Broken and hostile input gives the one-sentence error or a right result: no traceback, no hang, no memory, nothing written.
+
+Every case runs a command in this process, within a time limit and a limit on memory, and leaves every file as it was.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import kvcompile
+from kvcompile.scheme.library import scheme_text
+from tests import hostile
+from tests.commands import Outcome, quick_conversions, run
+from tests.conftest import family_config, save_model
+
+Capsys = pytest.CaptureFixture[str]
+SECONDS = 10
+ROOM = 1 << 30
+"""Bytes of address space that a case may add to this process."""
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 4096}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    yield from quick_conversions()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint in one file; do not alter it."""
+    return save_model(family_config("qwen3", **SMALL), tmp_path_factory.mktemp("hostile") / "model", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in several; do not alter it."""
+    return save_model(family_config("qwen3", **SMALL), tmp_path_factory.mktemp("hostile") / "sharded", shards="100KB")
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vision-language model's config over the same weights; only its config is ever read."""
+    folder = tmp_path_factory.mktemp("hostile") / "vision"
+    save_model(family_config("qwen2", **SMALL), folder)
+    text = json.loads((folder / "config.json").read_text())
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    config["vision_config"] = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "hidden_size": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(model: Path) -> Path:
+    """Its conversion; do not alter it."""
+    out = model.parent / "artifact"
+    kvcompile.convert(model, out, calibration_tokens=128)
+    return out
+
+
+class Hang(BaseException):
+    """A case that took too long."""
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """A time limit, and a limit on memory: what is beyond raises Hang or MemoryError, which nothing expects."""
+
+    def stop(*_: object) -> None:
+        raise Hang
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+_watched: list[str] | None = None
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what writes a file, or starts a program, while a case runs."""
+    if _watched is None:
+        return
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        _watched.append(f"open {arguments[0]}")
+    elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.system", "os.exec", "subprocess.Popen"):
+        _watched.append(f"{event} {arguments[0]}")
+
+
+sys.addaudithook(_audit)
+
+
+def judge(capsys: Capsys, name: str, *arguments: object) -> Outcome:
+    """Run a command on hostile input: an error of one sentence, or an exit code of 0; nothing is written."""
+    global _watched
+    _watched = []
+    try:
+        with limits():
+            outcome = run(capsys, *arguments)
+        assert _watched == [], f"{name}: {_watched}"
+    except BaseException as error:
+        raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+    finally:
+        _watched = None
+    assert outcome.code in (0, 1), f"{name}: {outcome}"
+    if outcome.code:
+        assert len(outcome.error) < 5000, name
+        assert all(line.isprintable() for line in outcome.error.splitlines()), name
+    return outcome
+
+
+def copy(folder: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(folder, target))
+
+
+def corpus(capsys: Capsys, folder: Path, target: Path, cases: Iterator[tuple[str, hostile.Damage]], *commands: str) -> dict[str, Outcome]:
+    """Damage a copy of `folder` in every way and run commands on it, by turns; the outcomes."""
+    outcomes = {}
+    for number, (name, damage) in enumerate(cases):
+        copy(folder, target)
+        damage(target)
+        arguments = {
+            "inspect": ("inspect", target, "--json"),
+            "dry run": ("convert", target, "-o", target.parent / "out", "--dry-run"),
+            "verify": ("verify", target),
+        }[commands[number % len(commands)]]
+        outcomes[name] = judge(capsys, name, *arguments)
+    return outcomes
+
+
+def check_layers(outcomes: dict[str, Outcome]) -> None:
+    """Where a damaged checkpoint is accepted, what it says of its layers is what its tensors say."""
+    for name, outcome in outcomes.items():
+        if outcome.code == 0 and outcome.out.startswith("{"):
+            for layer in json.loads(outcome.out)["layers"]:
+                sizes = layer["num_heads"] * layer["head_dim"], layer["num_key_value_heads"] * layer["head_dim"]
+                assert sizes == (64, 32), name
+
+
+def test_configs(model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    sample = json.loads((model / "config.json").read_text())
+    outcomes = corpus(capsys, model, tmp_path / "x", hostile.json_files("config.json", sample), "inspect", "dry run")
+    check_layers(outcomes)
+    print(len(outcomes), sum(o.code == 0 for o in outcomes.values()))
+    print([k for k,o in outcomes.items() if o.code==0][:400])
+
+
+def test_headers(model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    header, _ = hostile.read_header(model / "model.safetensors")
+    outcomes = corpus(capsys, model, tmp_path / "x", hostile.safetensors_files("model.safetensors", header), "inspect", "dry run")
+    check_layers(outcomes)
+    print(len(outcomes), [k for k,o in outcomes.items() if o.code==0])
+
+
+def test_indexes(sharded: Path, tmp_path: Path, capsys: Capsys) -> None:
+    sample = json.loads((sharded / "model.safetensors.index.json").read_text())
+    some = {**sample, "weight_map": dict(list(sample["weight_map"].items())[:2])}
+    cases = [
+        *hostile.indexes("model.safetensors.index.json", sample),
+        *hostile.json_files("model.safetensors.index.json", some),
+    ]
+    outcomes = corpus(capsys, sharded, tmp_path / "x", iter(cases), "inspect", "dry run")
+    check_layers(outcomes)
+    print(len(outcomes), [k for k,o in outcomes.items() if o.code==0])
+
+
+def test_manifests(artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
+    sample = json.loads((artifact / "kvcompile.json").read_text())
+    sample["layers"] = sample["layers"][:1]
+    del sample["encoding"]
+    sample["sidecar"]["shapes"] = dict(list(sample["sidecar"]["shapes"].items())[:2])
+    sample["scheme"]["passes"] = sample["scheme"]["passes"][:1]
+    outcomes = corpus(capsys, artifact, tmp_path / "x", hostile.json_files("kvcompile.json", sample), "verify", "verify", "inspect")
+    print(len(outcomes), [k for k,o in outcomes.items() if o.code==0])
+
+
+def test_schemes(tmp_path: Path, capsys: Capsys) -> None:
+    text = scheme_text("kvc-int2")
+    path, n, ok = tmp_path / "mine.toml", 0, []
+    for name, content in hostile.scheme_texts(text, tomllib.loads(text)):
+        path.write_text(content)
+        n += 1
+        if judge(capsys, name, "schemes", "validate", path).code == 0:
+            ok.append(name)
+    print(n, ok)
