@@ -23,7 +23,9 @@ DEEP = 100_000
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a JSON document, sections included."""
-    entries = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    entries = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
     for key, value in entries:
         yield (*path, key)
         yield from places(value, (*path, key))
@@ -156,8 +158,23 @@ def safetensors_files(name: str, sample: dict[str, Any]) -> Iterator[tuple[str, 
     tensors = sorted(sample.keys() - {"__metadata__"})
     tensor, other = tensors[len(tensors) // 2], tensors[0]
     for place in ((tensor,), *((tensor, *rest) for rest in places(sample[tensor]))):
-        for value in (*VALUES, "F64", "F4", "U64", [0, 4], [0, 1 << 62], [-4, 4], [8, 4], [1] * 1000, [0, 10**400], [2**32, 2**32]):
-            yield f"{name} {place[1:]} = {'missing' if value is MISSING else repr(value)[:20]}", edit_header(name, place, value)
+        for value in (
+            *VALUES,
+            "F64",
+            "F4",
+            "U64",
+            [0, 4],
+            [0, 1 << 62],
+            [-4, 4],
+            [8, 4],
+            [1] * 1000,
+            [0, 10**400],
+            [2**32, 2**32],
+        ):
+            yield (
+                f"{name} {place[1:]} = {'missing' if value is MISSING else repr(value)[:20]}",
+                edit_header(name, place, value),
+            )
     yield f"{name} overlap", edit_header(name, (tensor, "data_offsets"), sample[other]["data_offsets"])
     yield f"{name} second name", edit_header(name, ("again",), sample[tensor])
     yield f"{name} metadata", edit_header(name, ("__metadata__",), {"a": [1]})
@@ -199,7 +216,7 @@ def scheme_texts(text: str, sample: dict[str, Any]) -> Iterator[tuple[str, str]]
         "wide layers": text + "\n".join(f'[layers."{i}-999,0-999,1-999".key.quantizer]\nbits = 4' for i in range(250)),
         "layers beyond": text + '\n[layers."0-99999999999".key.quantizer]\nbits = 4', "endless layers": text + f'\n[layers."{"0-999," * 9000}0".window]\nsink = 4',
         "layer digits": text + f'\n[layers."{"9" * 5000}".window]\nsink = 4', "control": "a = \x01", "nul": "\x00", "empty": "", "binary": "\ufffd" * 100, "twice": text + text,
-        "date": text + "\n[layers.0.window]\nsink = 1979-05-27T07:32:00Z", "nan": text + "\n[layers.0.key.quantizer]\ndamping = nan",
+        "seed": 'name = "x"\nsummary = ""\n[key.rotation]\nkind = "random"\nseed = ' + "9" * 30 + "\n[value]", "date": text + "\n[layers.0.window]\nsink = 1979-05-27T07:32:00Z", "nan": text + "\n[layers.0.key.quantizer]\ndamping = nan",
     }  # fmt: skip
     yield from bombs.items()
     for place in places(sample):
@@ -207,7 +224,10 @@ def scheme_texts(text: str, sample: dict[str, Any]) -> Iterator[tuple[str, str]]
             if value is MISSING or not (isinstance(value, (dict, list)) or value is None):
                 document = json.loads(json.dumps(sample))
                 put(document, place, value)
-                yield f"{'.'.join(map(str, place))} = {'missing' if value is MISSING else repr(value)[:20]}", _toml(document)
+                yield (
+                    f"{'.'.join(map(str, place))} = {'missing' if value is MISSING else repr(value)[:20]}",
+                    _toml(document),
+                )
 
 
 def _toml(document: dict[str, Any]) -> str:

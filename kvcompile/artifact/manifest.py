@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcompile.codec import PageFormat, RowFormat
 from kvcompile.document import read_json
@@ -104,7 +104,7 @@ class RowRecord(Record):
 
     rotation: str | None
     apply: Literal["online", "folded"]
-    clip_ratio: float
+    clip_ratio: float = Field(gt=0, le=1)
     bits: int
     group_size: int
     axis: Literal["token", "channel"] = "token"

@@ -170,8 +170,10 @@ class Checkpoint:
         elif (self.path / SINGLE_NAME).exists():
             names = [SINGLE_NAME]
         else:
-            other = next((f.name for f in self.path.iterdir() if f.suffix in (".bin", ".gguf", ".pth")), None)
+            other = next((f.name for f in self.path.iterdir() if f.suffix in (".bin", ".gguf", ".pt", ".pth")), None)
             hint = f" ({other} is not read: convert the weights to safetensors first)" if other else ""
+            if other and not other.endswith(".gguf"):
+                hint = hint[:-1] + ", or let convert do it with --allow-pickle if you trust where they come from)"
             raise CheckpointError(f"{self.path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
         for name in names:
             if not _SHARD_NAME.fullmatch(name):

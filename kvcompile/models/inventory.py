@@ -14,7 +14,13 @@ from kvcompile.models.loading import resolve_config
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_SIDES = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_experts", "num_local_experts", "n_routed_experts",
+)  # fmt: skip
+_PACKED = 8
+"""Elements of a quantized matrix that may share one element of the tensor that holds them."""
 
 OUR_TAG = "kvcompile"
 """The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
@@ -92,7 +98,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     CheckpointError where tensors are absent or their shapes contradict config.json.
     """
     raw = checkpoint.config
-    _check_layer_counts(checkpoint, raw)
+    _check_bounds(checkpoint, raw)
     model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
     if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
         raise _refusal(checkpoint, model_type)
@@ -147,16 +153,25 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def _check_layer_counts(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
-    """Raise CheckpointError for more layers, in any tower, than there are tensors: transformers would list them all."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_layer_counts(checkpoint, value)
-        elif key in _LAYER_COUNTS and isinstance(value, int) and value > len(checkpoint.entries):
-            raise CheckpointError(
-                f"{checkpoint.path / 'config.json'} says '{key}' {value}, but the checkpoint has only "
-                f"{len(checkpoint.entries)} tensors"
-            )
+def _check_bounds(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Raise CheckpointError for numbers, of any tower, beyond what the tensors can hold: transformers would allocate them.
+
+    There are no more layers than tensors, and no size is larger than the largest side of a tensor, unless that is packed.
+    """
+    tensors = len(checkpoint.entries)
+    largest = max((side for entry in checkpoint.entries.values() for side in entry.shape), default=0)
+    packed = _PACKED if checkpoint.config.get("quantization_config") else 1
+    limits = dict.fromkeys(_COUNTS, tensors) | dict.fromkeys(_SIDES, packed * max(largest, tensors))
+    sections: list[dict[str, Any]] = [config]
+    while sections:
+        section = sections.pop()
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        for key in limits.keys() & section.keys():
+            if isinstance(section[key], int) and section[key] > limits[key]:
+                raise CheckpointError(
+                    f"{checkpoint.path / 'config.json'} says '{key}' {section[key]}, but the checkpoint has "
+                    f"{tensors} tensors, none with a side longer than {largest}"
+                )
 
 
 def _check_config(checkpoint: Checkpoint, config: dict[str, Any]) -> None:

@@ -349,7 +349,9 @@ def _layer_numbers(place: str) -> frozenset[int]:
     for part in place.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]) or int(match[2] or match[1]) > _LAST_LAYER:
-            raise ValueError(f'layers."{place}": write layer numbers and ranges up to {_LAST_LAYER}, for example layers."0-1,11"')
+            raise ValueError(
+                f'layers."{place}": write layer numbers and ranges up to {_LAST_LAYER}, for example layers."0-1,11"'
+            )
         numbers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(numbers)
 
