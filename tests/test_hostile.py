@@ -11,19 +11,20 @@ import signal
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import kvcompile
 from kvcompile.scheme.library import scheme_text
 from tests import hostile
-from tests.commands import Outcome, quick_conversions, run
+from tests.commands import Outcome, quick_conversions, reseal, run
 from tests.conftest import family_config, save_model
 
 Capsys = pytest.CaptureFixture[str]
@@ -42,7 +43,10 @@ SMALL = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # as the command line does before it imports transformers
     yield from quick_conversions()
+    transformers.utils.logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +231,6 @@ def test_manifests(artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
     sample["scheme"] = {name: sample["scheme"][name] for name in ("name", "key", "window", "layers")}
     cases = hostile.json_files("kvcompile.json", sample)
     outcomes = run_corpus(capsys, artifact, tmp_path / "x", cases, "verify", "verify", "inspect")
-    of_layers = {name for name, outcome in outcomes if outcome.code == 0 and ".layers.0." in name.replace(" ", ".")}
-    print(sorted(of_layers))
     assert refused(outcomes) > 1000
 
 
@@ -240,3 +242,117 @@ def test_schemes(tmp_path: Path, capsys: Capsys) -> None:
         outcomes.append((name, judge(capsys, name, "schemes", "validate", path)))
     assert len(outcomes) > 900
     assert refused(outcomes) > 500
+
+
+def test_sidecars_of_other_models(artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """Also where the manifest was edited to take them."""
+    for changes in ({"head_dim": 16}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}):
+        other = save_model(family_config("qwen3", **{**SMALL, **changes}), tmp_path / "other", seed=1)
+        kvcompile.convert(other, tmp_path / "foreign", calibration_tokens=128)
+        for sealed in (False, True):
+            shutil.copytree(artifact, tmp_path / "x")
+            shutil.copy(tmp_path / "foreign" / "kvcompile.safetensors", tmp_path / "x")
+            if sealed:
+                reseal(tmp_path / "x")
+            assert judge(capsys, str(changes), "verify", tmp_path / "x").code == 1
+            shutil.copy(tmp_path / "foreign" / "kvcompile.json", tmp_path / "x")
+            for command in (("verify",), ("generate", "-p", "Once", "-n", "1")):
+                assert judge(capsys, str(changes), command[0], tmp_path / "x", *command[1:]).code == 1
+            shutil.rmtree(tmp_path / "x")
+        shutil.rmtree(tmp_path / "other")
+        shutil.rmtree(tmp_path / "foreign")
+
+
+def test_code_beside_the_weights_is_not_run(model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """Neither a checkpoint's own classes nor a template that reaches for Python."""
+    folder = Path(shutil.copytree(model, tmp_path / "x"))
+    code = f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Evil: pass\n"
+    for name in ("evil.py", "__init__.py", "sitecustomize.py", "torch.py", "conftest.py"):
+        (folder / name).write_text(code)
+    hostile.edit("config.json", ("auto_map",), {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})(folder)
+    hostile.edit("tokenizer_config.json", ("auto_map",), {"AutoTokenizer": ["evil.Evil", None]})(folder)
+    hostile.edit("tokenizer_config.json", ("chat_template",), "{{ ''.__class__.__mro__[1].__subclasses__() }}")(folder)
+    assert judge(capsys, "auto_map", "inspect", folder).code == 0
+    kvcompile.convert(folder, tmp_path / "out", calibration_tokens=128)
+    assert judge(capsys, "auto_map", "generate", tmp_path / "out", "-p", "Once", "-n", "1").code == 0
+    assert sorted(os.listdir(tmp_path)) == ["out", "x"]
+
+
+LIES = [
+    ("intermediate_size", 1 << 24),
+    ("vocab_size", 1 << 26),
+    ("num_hidden_layers", 1 << 30),
+    ("num_experts", 1 << 20),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), LIES)
+def test_sizes_that_lie_allocate_nothing(field: str, value: int, model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """What transformers would allocate before it compared shapes."""
+    folder = Path(shutil.copytree(model, tmp_path / "x"))
+    hostile.edit("config.json", (field,), value)(folder)
+    assert f"'{field}' {value}" in judge(capsys, field, "convert", folder, "-o", tmp_path / "out").error
+    assert os.listdir(tmp_path) == ["x"]
+
+
+# Drawn at random, the same on every machine
+
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+drawn = settings(
+    max_examples=300,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@drawn
+@given(data=st.data())
+def test_drawn_documents(data: st.DataObject, model: Path, artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """Several places of a document at once get anything that JSON can say."""
+    source, name, command = data.draw(
+        st.sampled_from(
+            [
+                (model, "config.json", "inspect"),
+                (artifact, "kvcompile.json", "verify"),
+                (artifact, "config.json", "verify"),
+            ]
+        )
+    )
+    document = json.loads((source / name).read_text())
+    for _ in range(data.draw(st.integers(1, 4))):
+        with suppress(KeyError, IndexError):  # an earlier change has taken the place away
+            hostile.put(
+                document, data.draw(st.sampled_from(sorted(hostile.places(document), key=str))), data.draw(documents)
+            )
+    run_corpus(capsys, source, tmp_path / "x", [("drawn", hostile.write(name, json.dumps(document)))], command)
+
+
+@drawn
+@given(data=st.data())
+def test_drawn_bytes(data: st.DataObject, model: Path, artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """Bytes of any file are cut, exchanged or added."""
+    source, command = data.draw(st.sampled_from([(model, "inspect"), (model, "dry run"), (artifact, "verify")]))
+    names = ["config.json", "model.safetensors"] + ["kvcompile.json", "kvcompile.safetensors"] * (source is artifact)
+    name = data.draw(st.sampled_from(names))
+    raw = bytearray((source / name).read_bytes())
+    start = data.draw(st.integers(0, min(len(raw), data.draw(st.sampled_from([8, 64, 4096, len(raw)])))))
+    raw[start : start + data.draw(st.integers(0, 64))] = data.draw(st.binary(max_size=64))
+    run_corpus(capsys, source, tmp_path / "x", [("drawn", hostile.write(name, bytes(raw)))], command)
+
+
+@drawn
+@given(text=st.text(max_size=200) | st.lists(st.sampled_from(
+    ["name", "=", '"', "'", "[", "]", "{", "}", ".", "\n", "#", "key", "layers", "0-1", "1e999", "0x", "_", "inf", "\\u", ",", "2", "quantizer", "bits"]
+), max_size=40).map("".join))  # fmt: skip
+def test_drawn_schemes(text: str, tmp_path: Path, capsys: Capsys) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, "utf-8", errors="surrogatepass")
+    judge(capsys, repr(text), "schemes", "validate", path)
+    judge(capsys, repr(text), "schemes", "validate", "kvc-int2", "--set", text.replace("\0", ""))
