@@ -13,9 +13,39 @@ Damage = Callable[[Path], object]
 
 MISSING = object()
 VALUES: tuple[Any, ...] = (
-    MISSING, None, True, False, 0, 1, -1, 3, 1.5, float("nan"), float("inf"), 2**31, 2**63, 10**30, 10**400, -(10**30), "", "x", "2", "\x1b[31m",
-    "[/red]", "\ud800", "../../x", "/etc/passwd", "a" * 10_000, [], [None], [1, "x"], [[]], {}, {"kind": "x"}, {"x": {"y": []}},
-)  # fmt: skip
+    MISSING,
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    1.5,
+    float("nan"),
+    float("inf"),
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    -(10**30),
+    "",
+    "x",
+    "2",
+    "\x1b[31m",
+    "[/red]",
+    "\ud800",
+    "../../x",
+    "/etc/passwd",
+    "a" * 10_000,
+    [],
+    [None],
+    [1, "x"],
+    [[]],
+    {},
+    {"kind": "x"},
+    {"x": {"y": []}},
+)
 """What no field expects, or only some do."""
 
 DEEP = 100_000
@@ -132,10 +162,21 @@ def folder_there(name: str) -> Damage:
 def json_files(name: str, sample: Any) -> Iterator[tuple[str, Damage]]:
     """What can be wrong with any JSON file, and every value at every place of `sample`."""
     texts = {
-        "empty": "", "no JSON": "{", "two documents": "{}{}", "list": "[]", "text": '"x"', "number": "1", "null": "null", "NaN": "NaN",
-        "deep lists": "[" * DEEP + "]" * DEEP, "deep objects": '{"a":' * DEEP + "1" + "}" * DEEP, "deep field": '{"model_type":' + "[" * 500 + "]" * 500 + "}",
-        "long number": '{"hidden_size": ' + "9" * 10_000 + "}", "byte order mark": "\ufeff{}", "many fields": json.dumps(dict.fromkeys(map(str, range(20_000)), 0)),
-    }  # fmt: skip
+        "empty": "",
+        "no JSON": "{",
+        "two documents": "{}{}",
+        "list": "[]",
+        "text": '"x"',
+        "number": "1",
+        "null": "null",
+        "NaN": "NaN",
+        "deep lists": "[" * DEEP + "]" * DEEP,
+        "deep objects": '{"a":' * DEEP + "1" + "}" * DEEP,
+        "deep field": '{"model_type":' + "[" * 500 + "]" * 500 + "}",
+        "long number": '{"hidden_size": ' + "9" * 10_000 + "}",
+        "byte order mark": "\ufeff{}",
+        "many fields": json.dumps(dict.fromkeys(map(str, range(20_000)), 0)),
+    }
     yield from ((f"{name} {label}", write(name, text)) for label, text in texts.items())
     yield f"{name} no UTF-8", write(name, b"\xff\xfe{\x00}\x00")
     yield f"{name} zeros", write(name, bytes(4096))
@@ -189,10 +230,31 @@ def safetensors_files(name: str, sample: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 SHARD_NAMES = (
-    "../../x", "../model.safetensors", "/etc/passwd", "/dev/zero", "a/b.safetensors", "..", ".", "", "model.safetensors/", "\x00", "config.json",
-    "kvcompile.safetensors", "kvcompile.json", "model.safetensors.index.json", "nowhere.safetensors", "a" * 5000, "\ud800.safetensors",
-    "..\\x.safetensors", "C:\\x.safetensors", "C:x", "~/x.safetensors", "$HOME.safetensors", "file:///etc/passwd", "./model-00001-of-00002.safetensors",
-)  # fmt: skip
+    "../../x",
+    "../model.safetensors",
+    "/etc/passwd",
+    "/dev/zero",
+    "a/b.safetensors",
+    "..",
+    ".",
+    "",
+    "model.safetensors/",
+    "\x00",
+    "config.json",
+    "kvcompile.safetensors",
+    "kvcompile.json",
+    "model.safetensors.index.json",
+    "nowhere.safetensors",
+    "a" * 5000,
+    "\ud800.safetensors",
+    "..\\x.safetensors",
+    "C:\\x.safetensors",
+    "C:x",
+    "~/x.safetensors",
+    "$HOME.safetensors",
+    "file:///etc/passwd",
+    "./model-00001-of-00002.safetensors",
+)
 
 
 def indexes(name: str, sample: dict[str, Any]) -> Iterator[tuple[str, Damage]]:
@@ -207,17 +269,32 @@ def indexes(name: str, sample: dict[str, Any]) -> Iterator[tuple[str, Damage]]:
 def scheme_texts(text: str, sample: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Scheme files: bombs, and every value at every place, as TOML can say them."""
     bombs = {
-        "deep array": "a = " + "[" * DEEP + "]" * DEEP, "deep table": "a = " + "{a=" * 5000 + "1" + "}" * 5000,
-        "deep key": ".".join("a" * 30_000) + " = 1", "deep header": "[" + ".".join("a" * 30_000) + "]",
+        "deep array": "a = " + "[" * DEEP + "]" * DEEP,
+        "deep table": "a = " + "{a=" * 5000 + "1" + "}" * 5000,
+        "deep key": ".".join("a" * 30_000) + " = 1",
+        "deep header": "[" + ".".join("a" * 30_000) + "]",
         "many headers": "\n".join(f"[{'.'.join('a' * 90)}.b{i}]" for i in range(300)),
-        "huge text": f'name = "{"a" * (8 << 20)}"', "huge number": "a = " + "9" * 60_000, "hex": "a = 0x" + "f" * 60_000, "float": "a = " + "9" * 60_000 + "e9",
-        "open text": 'a = """' + "x" * 60_000, "quotes": 'a = "' + "\\" * 60_000, "comments": "#\n" * 30_000,
+        "huge text": f'name = "{"a" * (8 << 20)}"',
+        "huge number": "a = " + "9" * 60_000,
+        "hex": "a = 0x" + "f" * 60_000,
+        "float": "a = " + "9" * 60_000 + "e9",
+        "open text": 'a = """' + "x" * 60_000,
+        "quotes": 'a = "' + "\\" * 60_000,
+        "comments": "#\n" * 30_000,
         "many layers": text + "\n".join(f'[layers."{i}-999".key.quantizer]\nbits = 4' for i in range(900)),
         "wide layers": text + "\n".join(f'[layers."{i}-999,0-999,1-999".key.quantizer]\nbits = 4' for i in range(250)),
-        "layers beyond": text + '\n[layers."0-99999999999".key.quantizer]\nbits = 4', "endless layers": text + f'\n[layers."{"0-999," * 9000}0".window]\nsink = 4',
-        "layer digits": text + f'\n[layers."{"9" * 5000}".window]\nsink = 4', "control": "a = \x01", "nul": "\x00", "empty": "", "binary": "\ufffd" * 100, "twice": text + text,
-        "seed": 'name = "x"\nsummary = ""\n[key.rotation]\nkind = "random"\nseed = ' + "9" * 30 + "\n[value]", "date": text + "\n[layers.0.window]\nsink = 1979-05-27T07:32:00Z", "nan": text + "\n[layers.0.key.quantizer]\ndamping = nan",
-    }  # fmt: skip
+        "layers beyond": text + '\n[layers."0-99999999999".key.quantizer]\nbits = 4',
+        "endless layers": text + f'\n[layers."{"0-999," * 9000}0".window]\nsink = 4',
+        "layer digits": text + f'\n[layers."{"9" * 5000}".window]\nsink = 4',
+        "control": "a = \x01",
+        "nul": "\x00",
+        "empty": "",
+        "binary": "\ufffd" * 100,
+        "twice": text + text,
+        "seed": 'name = "x"\nsummary = ""\n[key.rotation]\nkind = "random"\nseed = ' + "9" * 30 + "\n[value]",
+        "date": text + "\n[layers.0.window]\nsink = 1979-05-27T07:32:00Z",
+        "nan": text + "\n[layers.0.key.quantizer]\ndamping = nan",
+    }
     yield from bombs.items()
     for place in places(sample):
         for value in VALUES:

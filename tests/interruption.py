@@ -1,7 +1,8 @@
 """Conversions that are interrupted, or meet a fault, at a chosen one of the Python calls that they make.
 
-Every call counts, of Python functions and of C functions, so there are hundreds of thousands of moments between the first
-and the last line of a conversion. A run happens in a process of its own, forked from one that has done the slow imports. `python -m benchmarks.interruptions` does it many times.
+Every call counts, of Python functions and of C functions, so there are hundreds of thousands of moments between the first and
+the last line of a conversion. A run happens in a process of its own, forked from one that has done the slow imports.
+`python -m benchmarks.interruptions` does it many times.
 """
 
 import errno

@@ -348,9 +348,39 @@ def test_drawn_bytes(data: st.DataObject, model: Path, artifact: Path, tmp_path:
 
 
 @drawn
-@given(text=st.text(max_size=200) | st.lists(st.sampled_from(
-    ["name", "=", '"', "'", "[", "]", "{", "}", ".", "\n", "#", "key", "layers", "0-1", "1e999", "0x", "_", "inf", "\\u", ",", "2", "quantizer", "bits"]
-), max_size=40).map("".join))  # fmt: skip
+@given(
+    text=st.text(max_size=200)
+    | st.lists(
+        st.sampled_from(
+            [
+                "name",
+                "=",
+                '"',
+                "'",
+                "[",
+                "]",
+                "{",
+                "}",
+                ".",
+                "\n",
+                "#",
+                "key",
+                "layers",
+                "0-1",
+                "1e999",
+                "0x",
+                "_",
+                "inf",
+                "\\u",
+                ",",
+                "2",
+                "quantizer",
+                "bits",
+            ]
+        ),
+        max_size=40,
+    ).map("".join)
+)
 def test_drawn_schemes(text: str, tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, "utf-8", errors="surrogatepass")

@@ -24,19 +24,19 @@ def model(converted):
 
 def test_long_sessions_of_random_rows(model) -> None:
     """The rows go through the layers' own update and attention; 12,000 tokens in ten conversations."""
-    session, resident = Session(model, 0, real_model=False), []
+    session, resident = Session(model, 1, real_model=False), []
     for number in range(10):
         session.conversation(1200, keep=number % 2 == 1)
         resident.append(psutil.Process().memory_info().rss)
     assert session.tokens > 12_000
-    assert session.edits > 50
-    assert session.checks >= 10
+    assert session.edits > 30
+    assert session.pages > 100
     assert session.full > 0, "a pool of fixed size was never full"
     assert max(resident[5:]) < max(resident[:5]) + (24 << 20)
 
 
 def test_long_sessions_of_the_model(model) -> None:
-    session = Session(model, 1, real_model=True)
+    session = Session(model, 2, real_model=True)
     for number in range(3):
         session.conversation(1200, keep=number > 0)
     assert session.tokens > 3600
