@@ -13,6 +13,7 @@ import psutil
 import torch
 
 import kvcompile
+from kvcompile.passes.memory import release_memory
 from tests.conftest import EXAMPLE
 from tests.sessions import Session
 
@@ -33,6 +34,7 @@ def main() -> None:
     for number in range(arguments.conversations):
         missing = arguments.tokens - session.tokens
         cache = session.conversation(missing // (arguments.conversations - number), keep=number % 4 != 0)
+        release_memory()
         resident = process.memory_info().rss / 2**20
         print(
             f"conversation {number + 1}: {session.tokens} tokens, {len(session.witness.rows)} rows, "

@@ -139,11 +139,14 @@ class Checkpoint:
 
         The files beside the weights count too: another tokenizer means other calibration tokens.
         """
-        digest = hashlib.sha256((self.path / "config.json").read_bytes())
         card = self.path / "README.md"
-        for file in [*self.shards, *self.companions(), *([card] if card.exists() else [])]:
-            stat = file.stat()
-            digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        try:
+            digest = hashlib.sha256((self.path / "config.json").read_bytes())
+            for file in [*self.shards, *self.companions(), *([card] if card.exists() else [])]:
+                stat = file.stat()
+                digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        except OSError as error:
+            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
         for name, entry in sorted(self.entries.items()):
             digest.update(f"{name}:{entry.dtype}:{entry.shape}:{entry.begin};".encode())
         return digest.hexdigest()
