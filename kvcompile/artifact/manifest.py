@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcompile.codec import PageFormat, RowFormat
+from kvcompile.document import read_json
 from kvcompile.errors import ArtifactError
 from kvcompile.scheme import Scheme, group_size
 from kvcompile.scheme.model import Identity, LayerScheme, LinearCorrection, RowCodec, TokenScale
@@ -103,7 +104,7 @@ class RowRecord(Record):
 
     rotation: str | None
     apply: Literal["online", "folded"]
-    clip_ratio: float
+    clip_ratio: float = Field(gt=0, le=1)
     bits: int
     group_size: int
     axis: Literal["token", "channel"] = "token"
@@ -264,7 +265,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a converted directory; raises ArtifactError when there is none, or none this version can read."""
     path = directory / MANIFEST_NAME
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_json(path)
         version = str(document["schema_version"])
         major = int(version.split(".")[0])
     except FileNotFoundError as error:

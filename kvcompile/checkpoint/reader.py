@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint on disk, read lazily: headers first, a tensor only when somebody asks for it."""
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from yaml import YAMLError
 
+from kvcompile.document import LARGEST, parse_json, read_json
 from kvcompile.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -33,7 +33,8 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-_LARGEST_HEADER = 100 << 20
+_SHARD_NAME = re.compile(r"(?!kvcompile\.)[^/\\\x00-\x1f]+\.safetensors")
+"""A plain file name that is not one of ours: a shard lies beside its index, and its copy in the output is named like it."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,17 @@ class Checkpoint:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"'{path}' is not a directory with a Hugging Face checkpoint")
-        self.config: dict[str, Any] = _read_json(self.path / "config.json", self.path)
+        self.config: dict[str, Any] = _read_object(self.path / "config.json", self.path)
         self.shards: tuple[Path, ...] = self._find_shards()
         self.entries: dict[str, TensorEntry] = {}
         for shard in self.shards:
-            self.entries.update(read_header(shard))
+            found = read_header(shard)
+            if twice := min(found.keys() & self.entries.keys(), default=None):
+                raise CheckpointError(
+                    f"tensor {twice} is in two shards of {self.path}, {self.entries[twice].file.name} and {shard.name}; "
+                    "download them again"
+                )
+            self.entries.update(found)
         self._check_index()
 
     def __contains__(self, name: str) -> bool:
@@ -132,11 +139,14 @@ class Checkpoint:
 
         The files beside the weights count too: another tokenizer means other calibration tokens.
         """
-        digest = hashlib.sha256((self.path / "config.json").read_bytes())
         card = self.path / "README.md"
-        for file in [*self.shards, *self.companions(), *([card] if card.exists() else [])]:
-            stat = file.stat()
-            digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        try:
+            digest = hashlib.sha256((self.path / "config.json").read_bytes())
+            for file in [*self.shards, *self.companions(), *([card] if card.exists() else [])]:
+                stat = file.stat()
+                digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        except OSError as error:
+            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
         for name, entry in sorted(self.entries.items()):
             digest.update(f"{name}:{entry.dtype}:{entry.shape}:{entry.begin};".encode())
         return digest.hexdigest()
@@ -151,7 +161,7 @@ class Checkpoint:
         path = self.path / INDEX_NAME
         if not path.exists():
             return None
-        weight_map = _read_json(path, self.path).get("weight_map")
+        weight_map = _read_object(path, self.path).get("weight_map")
         named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
         if not named or not weight_map:
             raise CheckpointError(f"{path} has no weight_map from tensors to files; download it again")
@@ -163,10 +173,17 @@ class Checkpoint:
         elif (self.path / SINGLE_NAME).exists():
             names = [SINGLE_NAME]
         else:
-            other = next((f.name for f in self.path.iterdir() if f.suffix in (".bin", ".gguf", ".pth")), None)
+            other = next((f.name for f in self.path.iterdir() if f.suffix in (".bin", ".gguf", ".pt", ".pth")), None)
             hint = f" ({other} is not read: convert the weights to safetensors first)" if other else ""
+            if other and not other.endswith(".gguf"):
+                hint = hint[:-1] + ", or let convert do it with --allow-pickle if you trust where they come from)"
             raise CheckpointError(f"{self.path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
         for name in names:
+            if not _SHARD_NAME.fullmatch(name):
+                raise CheckpointError(
+                    f"{self.path / INDEX_NAME} names the shard {name!r}, which is no safetensors file beside it; "
+                    "download it again"
+                )
             if not (self.path / name).is_file():
                 raise CheckpointError(
                     f"shard {name} is named by {INDEX_NAME} but missing from {self.path}; download it again"
@@ -182,37 +199,49 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensor table of a safetensors file; raises CheckpointError when the file is corrupt or truncated."""
+    """The tensor table of a safetensors file; raises CheckpointError when the file is corrupt or truncated.
+
+    Its tensors lie one behind the other and fill the file: no two share bytes, and none are left over.
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+            if size < 8 or not 2 <= length <= min(size - 8, LARGEST):
                 raise CheckpointError(f"{path} is corrupt or truncated: its header does not fit; download it again")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
-        entries = {}
-        for name, info in header.items():
-            begin, end = info["data_offsets"]
-            if info["dtype"] not in DTYPES:
-                raise CheckpointError(f"tensor {name} in {path} has dtype {info['dtype']}, which kvcompile cannot read")
-            shape = tuple(info["shape"])
-            if not 0 <= begin <= end or end - begin != math.prod(shape) * DTYPES[info["dtype"]].itemsize:
-                raise CheckpointError(
-                    f"{path} is corrupt: its header contradicts itself on tensor {name}; download it again"
-                )
-            entries[name] = TensorEntry(path, info["dtype"], shape, 8 + length + begin, 8 + length + end)
+        entries = {name: _entry(path, 8 + length, name, info) for name, info in header.items()}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupt: its header is not valid; download it again") from error
-    promised = max((entry.end for entry in entries.values()), default=8 + length)
+    promised = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != promised:
+            raise CheckpointError(
+                f"{path} is corrupt: its header has a gap or an overlap before tensor {name}; download it again"
+            )
+        promised = entry.end
     if promised != size:
         kind = "truncated" if size < promised else "corrupt"
         raise CheckpointError(
             f"{path} is {kind}: it has {size} bytes, but its header describes {promised}; download it again"
         )
     return entries
+
+
+def _entry(path: Path, start: int, name: str, info: Any) -> TensorEntry:
+    """One tensor of a header; raises what read_header expects of a header that is not valid."""
+    begin, end = info["data_offsets"]
+    if info["dtype"] not in DTYPES:
+        raise CheckpointError(f"tensor {name} in {path} has dtype {info['dtype']}, which kvcompile cannot read")
+    shape = tuple(info["shape"])
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError
+    if end - begin != math.prod(shape) * DTYPES[info["dtype"]].itemsize:
+        raise CheckpointError(f"{path} is corrupt: its header contradicts itself on tensor {name}; download it again")
+    return TensorEntry(path, info["dtype"], shape, start + begin, start + end)
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -234,15 +263,15 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         ) from error
 
 
-def _read_json(path: Path, root: Path) -> dict[str, Any]:
+def _read_object(path: Path, root: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{root} is not a Hugging Face checkpoint: {path.name} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON") from error
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return document

@@ -4,6 +4,7 @@ Dtypes and shapes do not change, so a shard's header stays as it is and everythi
 byte by construction. The copy is a reflink or an in-kernel copy where the file system offers one.
 """
 
+import errno
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.checkpoint.reader import DTYPES, INDEX_NAME, Checkpoint
+from kvcompile.errors import CheckpointError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that a copy has from its target; any other is taken for one of the source."""
 
 Edit = Callable[[Tensor], Tensor]
 """Source tensor in its stored dtype to edited tensor of the same shape, in any float dtype."""
@@ -25,7 +30,7 @@ def write_patched(
     digests = {}
     for shard in shards:
         target = destination / shard.name
-        shutil.copyfile(shard, target)
+        copy_file(shard, target)
         target.chmod(0o644)
         with open(target, "r+b") as file:
             for name, entry in sorted(source.entries.items(), key=lambda item: item[1].begin):
@@ -44,7 +49,17 @@ def copy_companions(source: Checkpoint, destination: Path) -> None:
     """Copy config, tokenizer, index and the like unchanged."""
     index = source.path / INDEX_NAME
     for file in [*source.companions(), *([index] if index.exists() else [])]:
-        shutil.copyfile(file, destination / file.name)
+        copy_file(file, destination / file.name)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the content of a file of the source; raises CheckpointError when it cannot be read."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
+        raise CheckpointError(f"{source} cannot be copied to {target}: {error.strerror}") from error
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -53,6 +68,9 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file, hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """sha256 of a file, hexadecimal; raises CheckpointError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

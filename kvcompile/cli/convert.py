@@ -30,6 +30,9 @@ from kvcompile.scheme import DEFAULT_SCHEME
               help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights.")  # fmt: skip
 @click.option("--import-rotations", nargs=2, type=click.Path(path_type=Path), metavar="K.pt V.pt",
               help="Take these rotations (files of the OSCAR fork of SGLang) instead of solving them.")  # fmt: skip
+@click.option(
+    "--allow-pickle", is_flag=True, help="Read weights in .bin or .pt files too, without running code in them."
+)
 @click.option("--dry-run", is_flag=True, help="Check model, scheme and output, print the plan, write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @click.option("--force", is_flag=True, help="Replace an existing artifact.")
@@ -47,6 +50,7 @@ def convert_command(
     device: str,
     weights: str,
     import_rotations: tuple[Path, Path] | None,
+    allow_pickle: bool,
     dry_run: bool,
     resume: bool,
     force: bool,
@@ -78,6 +82,7 @@ def convert_command(
         device=device,
         weights="overlay" if weights == "overlay" else "fold",
         import_rotations=import_rotations,
+        allow_pickle=allow_pickle,
         dry_run=dry_run,
         resume=resume,
         force=force,

@@ -2,7 +2,11 @@
 
 import importlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -25,6 +29,10 @@ COMMANDS = {
     "passes": "List or explain the passes that a conversion is made of.",
 }
 """Every command with the first sentence of its help, so that the group's help need not import it."""
+
+
+_LONGEST = 4000
+"""Characters of an error that are printed."""
 
 
 class LazyGroup(click.Group):
@@ -61,11 +69,36 @@ def cli() -> None:
     """
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as an interrupt does: half-written files go, finished stages stay."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated inside."""
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; a KvCompileError is printed as one sentence and exits with 1, an interrupt with 130."""
+    """Run the command line; a KvCompileError is printed as one sentence and exits with 1.
+
+    An interrupt exits with 130, SIGTERM with 143.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        code: Any = cli.main(args=arguments, prog_name="kvcompile", standalone_mode=False)
+        with _terminable():
+            code: Any = cli.main(args=arguments, prog_name="kvcompile", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         error.show()
@@ -73,8 +106,9 @@ def main(arguments: list[str] | None = None) -> None:
     except KvCompileError as error:
         sys.exit(_say(str(error), error))
     except (click.Abort, KeyboardInterrupt) as error:
-        _say("interrupted", error.__cause__ or error)  # click raises Abort from the interrupt, which has the notes
-        sys.exit(130)
+        cause = error.__cause__ or error  # click raises Abort from the interrupt, which has the notes
+        _say("interrupted", cause)
+        sys.exit(143 if isinstance(cause, Terminated) else 130)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
@@ -83,7 +117,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _say(message: str, error: BaseException) -> int:
     """Print an error and its notes to stderr; the exit code."""
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {_printable(message)}", err=True)
     for note in getattr(error, "__notes__", []):
-        click.echo(f"  {note}", err=True)
+        click.echo(f"  {_printable(note)}", err=True)
     return 1
+
+
+def _printable(message: str) -> str:
+    """One line, of reasonable length, without control characters: names in a message may come from hostile files."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message[:_LONGEST])
+    return shown if len(message) <= _LONGEST else f"{shown} ..."

@@ -14,6 +14,14 @@ from kvcompile.models.loading import resolve_config
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
 
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_SIDES = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_experts", "num_local_experts", "n_routed_experts",
+)  # fmt: skip
+_PACKED = 8
+"""Elements of a quantized matrix that may share one element of the tensor that holds them."""
+
 OUR_TAG = "kvcompile"
 """The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
 
@@ -90,6 +98,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     CheckpointError where tensors are absent or their shapes contradict config.json.
     """
     raw = checkpoint.config
+    _check_bounds(checkpoint, raw)
     model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
     if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
         raise _refusal(checkpoint, model_type)
@@ -121,7 +130,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    return str((config.get("architectures") or ["?"])[0])
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "?"
+    return name if isinstance(name, str) and name.isidentifier() else "?"
 
 
 def _refusal(checkpoint: Checkpoint, model_type: str, within: bool = False) -> UnsupportedArchitectureError:
@@ -142,10 +153,31 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
+def _check_bounds(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Raise CheckpointError for numbers, of any tower, beyond what the tensors can hold: transformers would allocate them.
+
+    There are no more layers than tensors, and no size is larger than the largest side of a tensor, unless that is packed.
+    """
+    tensors = len(checkpoint.entries)
+    largest = max((side for entry in checkpoint.entries.values() for side in entry.shape), default=0)
+    packed = _PACKED if checkpoint.config.get("quantization_config") else 1
+    limits = dict.fromkeys(_COUNTS, tensors) | dict.fromkeys(_SIDES, packed * max(largest, tensors))
+    sections: list[dict[str, Any]] = [config]
+    while sections:
+        section = sections.pop()
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        for key in limits.keys() & section.keys():
+            if isinstance(section[key], int) and section[key] > limits[key]:
+                raise CheckpointError(
+                    f"{checkpoint.path / 'config.json'} says '{key}' {section[key]}, but the checkpoint has "
+                    f"{tensors} tensors, none with a side longer than {largest}"
+                )
+
+
 def _check_config(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     """Raise CheckpointError unless sizes are positive integers and `layer_types`, where given, has an entry per layer."""
     for key in _SIZES:
-        if not isinstance(config.get(key), int) or config[key] < 1:
+        if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise CheckpointError(
                 f"{checkpoint.path / 'config.json'} needs a positive integer '{key}', not {config.get(key)!r}"
             )

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from kvcompile.artifact import Manifest, read_manifest
 from kvcompile.calibration import read_corpus
-from kvcompile.checkpoint import open_checkpoint
+from kvcompile.checkpoint import is_pickled, open_checkpoint
 from kvcompile.errors import (
     ArtifactError,
     CalibrationError,
@@ -29,6 +29,7 @@ from kvcompile.passes.inventory import check_scheme
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
+from kvcompile.passes.unpickling import safetensors_copy
 from kvcompile.passes.workspace import StageStore, Workspace
 from kvcompile.scheme import DEFAULT_SCHEME, Scheme, load_scheme
 from kvcompile.scheme.model import PASSES, LinearCorrection
@@ -71,6 +72,7 @@ def convert(
     track: Callable[..., Iterable[Any]] | None = None,
     statistics: SharedStatistics | None = None,
     import_rotations: tuple[str | Path, str | Path] | None = None,
+    allow_pickle: bool = False,
 ) -> Conversion:
     """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
 
@@ -78,10 +80,22 @@ def convert(
     output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
     `dry_run` stops after the inventory. `statistics` (from `collect_statistics`) spare the forward pass and change nothing
     else. `import_rotations` are files of the OSCAR research fork (keys, values) whose matrices replace those that the scheme
-    would solve. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    would solve. With `allow_pickle` weights in `.bin`, `.pt` or `.pth` files are read too, without running what they hold; they
+    are written as safetensors. Raises a KvCompileError whose message says what is wrong, where, and what to do.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
+    if allow_pickle and is_pickled(Path(model)):
+        if weights == "overlay":
+            raise OutputError(f"{model} holds pickles, over which no overlay can lie; convert with weights 'fold'")
+        Workspace(Path(out), force).check_source(Path(model))
+        with safetensors_copy(Path(model), Path(out)) as copy:
+            return convert(
+                copy, out, scheme, overrides=overrides, calibration=calibration, calibration_field=calibration_field,
+                calibration_tokens=calibration_tokens, seed=seed, device=device, weights=weights, dry_run=dry_run,
+                resume=resume, force=force, stop_after=stop_after, instruments=instruments, track=track,
+                statistics=statistics, import_rotations=import_rotations,
+            )  # fmt: skip
     if weights not in ("fold", "overlay"):
         raise OutputError(f"weights is 'fold' or 'overlay', not '{weights}'")
     if calibration_tokens is not None and calibration_tokens < 1:
@@ -136,14 +150,19 @@ def convert(
                 workspace.abandon()
                 return result(ir, None)
             manifest = read_manifest(workspace.staging)  # what cannot be read back is not published
+            if checkpoint.fingerprint() != inputs["source"]:
+                raise CheckpointError(f"{checkpoint.path} changed while it was converted; run the conversion again")
             workspace.publish()
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         failure = OutputError(f"cannot write {workspace.out}: {reason}; nothing was left there")
         _resume_hint(failure, workspace)
         raise failure from error
-    except CheckpointError:
-        workspace.discard()  # a repaired source is another source
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):  # a read error may pass
+            _resume_hint(error, workspace)
+        else:
+            workspace.discard()  # a repaired source is another source
         raise
     except (ArtifactError, PassError, VerificationError) as error:
         if culprit := next(checkpoint.non_finite(), None):

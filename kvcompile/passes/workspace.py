@@ -1,7 +1,8 @@
 """The hidden directory beside the output in which a conversion works, so that the output appears whole or not at all.
 
 ``.{out}.kvcompile/`` holds ``inputs.json`` (what the stages were computed from), ``stages/`` (results that `--resume`
-continues from) and ``artifact/`` (the staging directory, renamed to the output at the end).
+continues from), ``artifact/`` (the staging directory, renamed to the output at the end), ``replaced/`` (between two
+renames, the artifact that `--force` replaces) and ``lock``.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from kvcompile.checkpoint import tensor_bytes
 from kvcompile.errors import OutputError
 from kvcompile.passes.base import Instrument, Pass, PassResult
 from kvcompile.passes.ir import IR
+from kvcompile.passes.lock import DirectoryLock
 
 
 class Workspace:
@@ -32,10 +35,18 @@ class Workspace:
         self.staging = self.root / "artifact"
         self.stages = self.root / "stages"
         self.replaced = self.root / "replaced"
+        self._lock = DirectoryLock(self.root)
+        self._made: list[Path] = []
 
     def check_output(self) -> None:
-        """Refuse an output that exists (unless forced, and then only an artifact) or whose parent cannot be written."""
-        self._put_back()
+        """Refuse an output that exists (unless forced, and then only an artifact) or whose parent cannot be written.
+
+        One that another conversion is writing is refused too.
+        """
+        if self.replaced.exists() and not self._lock.held:
+            self._take_lock()
+            self._put_back()
+            self._lock.release()
         if self.out.exists() or self.out.is_symlink():
             empty = self.out.is_dir() and not any(self.out.iterdir())
             if not self.force and not empty:
@@ -58,22 +69,25 @@ class Workspace:
             )
 
     def open(self, inputs: Mapping[str, str], resume: bool) -> None:
-        """Make the directory, or continue one whose inputs are the same. Raises OutputError when they have changed."""
-        stored = self._stored_inputs()
-        if resume and stored is not None:
-            changed = sorted(k for k in {*stored, *inputs} if stored.get(k) != inputs.get(k))
-            if changed:
-                raise OutputError(
-                    f"cannot resume: {', '.join(changed)} changed since the interrupted run; "
-                    "run again without --resume to start over"
-                )
-            shutil.rmtree(self.staging, ignore_errors=True)
-        else:
-            self.discard()
+        """Make the directory, or continue one whose inputs are the same.
+
+        Raises OutputError when they have changed, or when another conversion works there: one at a time writes an output.
+        """
+        self._made = [parent for parent in self.root.parents if not parent.exists()]
         try:
-            self.stages.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            stored = self._stored_inputs()
+            if resume and stored is not None:
+                self._check_inputs(stored, inputs)
+                shutil.rmtree(self.staging, ignore_errors=True)
+            else:
+                self._clear()
+            self.stages.mkdir(exist_ok=True)
             self.staging.mkdir()
             _write_atomically(self.root / "inputs.json", json.dumps(dict(inputs), indent=1))
+        except OutputError:
+            self._lock.release()
+            raise
         except OSError as error:
             self.abandon()
             raise OutputError(f"cannot write beside {self.out}: {error.strerror or error}") from error
@@ -85,6 +99,7 @@ class Workspace:
             _sync(path)
         _sync(self.staging)
         if self.out.exists():
+            shutil.rmtree(self.replaced, ignore_errors=True)
             self.out.rename(self.replaced)
         try:
             self.staging.rename(self.out)
@@ -96,16 +111,22 @@ class Workspace:
         self.discard()
 
     def discard(self) -> None:
-        """Remove the working directory."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Remove the working directory, and parents that were made for it and hold nothing else."""
+        if self._lock.held:
+            self._clear()
+            self._lock.release()
+        for path in (self.root, *self._made):
+            with suppress(OSError):
+                path.rmdir()
 
     def abandon(self) -> bool:
         """After a failure: drop what is half-written, keep finished stages. Whether there is something to resume."""
-        shutil.rmtree(self.staging, ignore_errors=True)
-        resumable = self.stages.is_dir() and any(self.stages.glob("*.safetensors"))
-        if not resumable:
-            self.discard()
-        return resumable
+        if self._lock.held and any(self.stages.glob("*.safetensors")):
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self._lock.release()
+            return True
+        self.discard()
+        return False
 
     def restore(self, steps: list[Pass], ir: IR) -> tuple[list[Pass], IR]:
         """The passes that still have to run and the IR of the last stored stage; every pass where nothing is stored."""
@@ -137,6 +158,30 @@ class Workspace:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def _take_lock(self) -> None:
+        if not self._lock.take():
+            raise OutputError(
+                f"another conversion is writing {self.out} (it works in {self.root}); wait for it, or choose another path"
+            )
+
+    def _check_inputs(self, stored: Mapping[str, str], inputs: Mapping[str, str]) -> None:
+        changed = sorted(k for k in {*stored, *inputs} if stored.get(k) != inputs.get(k))
+        if changed:
+            raise OutputError(
+                f"cannot resume: {', '.join(changed)} changed since the interrupted run; "
+                "run again without --resume to start over"
+            )
+
+    def _clear(self) -> None:
+        """Remove what earlier runs have left, but not an artifact that waits to be put back."""
+        for path in (self.staging, self.stages):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.root / "inputs.json", self.root / "inputs.tmp"):
+            with suppress(OSError):
+                path.unlink()
+        if self.out.exists():
+            shutil.rmtree(self.replaced, ignore_errors=True)
 
     def _put_back(self) -> None:
         """Return a previous artifact whose replacement did not come to pass."""

@@ -1,14 +1,13 @@
 """Finding schemes: built-in TOML files, a user's own file, and `--set` overrides of single fields."""
 
-import json
 import re
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from kvcompile.document import parse_json, parse_toml, read_toml_text
 from kvcompile.errors import SchemeError
 from kvcompile.scheme.model import Scheme, reset_section
 
@@ -37,8 +36,8 @@ def scheme_text(name_or_path: str) -> str:
             "see 'kvcompile schemes list'"
         )
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_toml_text(path)
+    except (OSError, ValueError) as error:
         raise SchemeError(f"scheme file {path} cannot be read: {error}") from error
 
 
@@ -48,8 +47,8 @@ def load_scheme(name_or_path: str, overrides: tuple[str, ...] | list[str] = ()) 
     Raises SchemeError naming the file and every field that is wrong.
     """
     try:
-        document = tomllib.loads(scheme_text(name_or_path))
-    except tomllib.TOMLDecodeError as error:
+        document = parse_toml(scheme_text(name_or_path))
+    except ValueError as error:
         raise SchemeError(f"scheme file {name_or_path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(document, override)
@@ -103,6 +102,6 @@ def _apply(document: dict[str, Any], override: str) -> None:
 def _parse_value(text: str) -> Any:
     """JSON where it is JSON (numbers, true, false), else the text itself."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parse_json(text)
+    except ValueError:
         return text

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -13,7 +13,7 @@ Half = Literal["key", "value"]
 class Section(BaseModel):
     """A part of a scheme: immutable, and unknown fields are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Identity(Section):
@@ -74,7 +74,7 @@ class Random(Section):
     """A dense random orthogonal matrix, the same for every layer and head (TurboQuant)."""
 
     kind: Literal["random"] = "random"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     apply: Literal["online", "folded"] = "online"
 
 
@@ -269,7 +269,7 @@ class Scheme(LayerScheme):
     paper: str = ""
     passes: tuple[str, ...] = PASSES
     calibration: Calibration = Calibration()
-    layers: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = Field(default={}, max_length=256)
 
     @model_validator(mode="after")
     def _overrides_are_valid(self) -> "Scheme":
@@ -339,15 +339,21 @@ class Scheme(LayerScheme):
         return frozenset(found)
 
 
-def _layer_numbers(place: str) -> set[int]:
+_LAST_LAYER = 999
+
+
+@lru_cache(maxsize=1024)
+def _layer_numbers(place: str) -> frozenset[int]:
     """The layers that a key of `Scheme.layers` names; raises ValueError for one that is no list of numbers and ranges."""
     numbers: set[int] = set()
     for part in place.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]) or int(match[2] or 0) > 9999:
-            raise ValueError(f'layers."{place}": write layer numbers and ranges, for example layers."0-1,11"')
+        if match is None or int(match[2] or match[1]) < int(match[1]) or int(match[2] or match[1]) > _LAST_LAYER:
+            raise ValueError(
+                f'layers."{place}": write layer numbers and ranges up to {_LAST_LAYER}, for example layers."0-1,11"'
+            )
         numbers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return numbers
+    return frozenset(numbers)
 
 
 def _merge(document: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
