@@ -85,6 +85,8 @@ def convert_command(
         instruments=instruments,
         track=tracker(console),
     )
+    if result.ir.weights != weights:
+        click.echo(f"weights: {result.ir.layers().weights}; {result.ir.layers().fold}")
     if result.manifest is None:
         layers = result.ir.layers()
         state = "dry run" if dry_run else f"stopped after {stop_after}"

@@ -34,7 +34,10 @@ class LayerInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model or an artifact; `bits_per_element` is by context length, over the layers that are packed."""
+    """A model or an artifact; `bits_per_element` is by context length, over the layers that are packed.
+
+    `weights` says how W_V and W_O are stored, and before a conversion what becomes of them.
+    """
 
     path: Path
     architecture: str
@@ -43,6 +46,7 @@ class Inspection:
     converted: bool
     layers: tuple[LayerInspection, ...]
     bits_per_element: dict[str, float]
+    weights: str
 
     @property
     def packed_layers(self) -> int:
@@ -65,6 +69,7 @@ def inspect(path: str | Path, scheme: str | Scheme = DEFAULT_SCHEME) -> Inspecti
         scheme = scheme if isinstance(scheme, Scheme) else load_scheme(scheme)
         checkpoint = open_checkpoint(path)
     inventory = take_inventory(checkpoint)
+    plan = {"fold": "folded", "overlay": "an overlay"}[artifact.manifest.weights.mode] if converted else inventory.fold
     layers = tuple(_inspect_layer(layer, scheme) for layer in inventory.layers)
     packed = [layer for layer in layers if not layer.reason]
     bits = {
@@ -79,6 +84,7 @@ def inspect(path: str | Path, scheme: str | Scheme = DEFAULT_SCHEME) -> Inspecti
         converted,
         layers,
         bits if packed else {},
+        f"{inventory.weights}; {plan}",
     )
 
 
