@@ -72,7 +72,9 @@ def load_model(
                 else device,  # other methods pack for the device while they load, and stay there
             )
             compressor = getattr(getattr(loaded[0], "hf_quantizer", None), "compressor", None)
-            if compressor is not None:  # compressed-tensors would do this in the first forward pass, and show bars there
+            if (
+                compressor is not None
+            ):  # compressed-tensors would do this in the first forward pass, and show bars there
                 compressor.decompress_model(loaded[0])
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
             raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
@@ -86,6 +88,8 @@ def load_model(
         raise CheckpointError(
             f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
+    if found is not None and dtype != "auto" and not hasattr(model, "hf_quantizer"):
+        model = model.to(dtype=dtype)  # dequantizing casts what was codes, and leaves the rest
     return (model.to(device) if floats else model).eval()
 
 
@@ -94,19 +98,19 @@ def check_quantization(path: Path, device: torch.device) -> None:
     found = quantization(resolve_config(path))
     if found is None:
         return
-    method = found["quant_method"]
-    problem = None if method in AUTO_QUANTIZATION_CONFIG_MAPPING else "it does not know this method"
-    if problem is None:
-        with _quiet():
-            try:
-                quantizer = AutoHfQuantizer.from_config(copy.deepcopy(found), pre_quantized=True)
-                quantizer.validate_environment(device_map={"": device})
-            except Exception as error:  # a missing library, a missing GPU, a config that makes no sense
-                problem = _first_line(error)
-    if problem is not None:
+    problem = ""
+    with _quiet():
+        try:
+            if not AutoHfQuantizer.supports_quant_method(found):  # it would take the codes for weights
+                raise ValueError("it does not know this method")
+            quantizer = AutoHfQuantizer.from_config(copy.deepcopy(found), pre_quantized=True)
+            quantizer.validate_environment(device_map={"": device})
+        except Exception as error:  # a missing library, a missing GPU, a config that makes no sense
+            problem = _first_line(error)
+    if problem:
         raise CheckpointError(
-            f"the weights in {path} are quantized ({method}), and transformers cannot run them on {device} here: {problem}; "
-            "see to that, or convert the unquantized checkpoint"
+            f"the weights in {path} are quantized ({found['quant_method']}), and transformers cannot run them on {device} "
+            f"here: {problem}; see to that, or convert the unquantized checkpoint"
         )
 
 
@@ -117,8 +121,8 @@ def _quantization(config: Any) -> dict[str, Any] | None:
 
 
 def _can_dequantize(found: dict[str, Any]) -> bool:
-    method = AUTO_QUANTIZATION_CONFIG_MAPPING[found["quant_method"]]
-    return "dequantize" in inspect.signature(method).parameters
+    method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(found["quant_method"])
+    return method is not None and "dequantize" in inspect.signature(method).parameters
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
