@@ -17,9 +17,12 @@ from kvcompile.checkpoint import Checkpoint, dequantized, tensor_bytes
 from kvcompile.errors import CheckpointError, ExportError, UnsupportedArchitectureError
 from kvcompile.evaluate import inspect
 from kvcompile.evaluate.difference import diff
+from kvcompile.evaluate.stages import layer_errors, observe
 from kvcompile.export import export
 from kvcompile.models import head_grams, load_model, output_weight, take_inventory
 from kvcompile.models.agreement import KL_TOLERANCE, LOGITS_TOLERANCE, compare_logits
+from kvcompile.passes.convert import collect_statistics
+from kvcompile.scheme import load_scheme
 from tests.commands import contents, overwrite, quick_conversions, refuse, succeed
 from tests.conftest import edit_json
 from tests.quantized import save_compressed, save_fp8, save_mxfp4, save_packed, save_twin
@@ -191,6 +194,19 @@ def test_packed_output_projections_are_read_from_the_model(tmp_path: Path) -> No
         assert torch.allclose(output_weight(packed, layer), w_O, atol=1e-6)
         gram_KDD = stopped.ir.statistics[f"layers.{layer.index}.output_gram"]
         assert torch.allclose(gram_KDD, head_grams(w_O, layer), rtol=1e-4, atol=1e-6)
+
+
+def test_packed_weights_are_compared_like_others(tmp_path: Path) -> None:
+    """Statistics that several schemes share hold W_O too, and so does what the report of a comparison is made from."""
+    source = save_compressed(tmp_path / "model", "int4")
+    shared = collect_statistics(source, [load_scheme("kvc-int2"), load_scheme("oscar-int2")], calibration_tokens=192)
+    for name, statistics in (("alone", None), ("together", shared)):
+        kvcompile.convert(source, tmp_path / name, "oscar-int2", calibration_tokens=192, statistics=statistics)
+    assert contents(tmp_path / "alone") == contents(tmp_path / "together")
+    ir = kvcompile.convert(source, tmp_path / "out", "oscar-int2", calibration_tokens=192, stop_after="clip").ir
+    observation = observe(source, ir.layers().compiled, random_ids(256), torch.device("cpu"))
+    for error in layer_errors(ir, observation):
+        assert 0 < error.after.output < error.before.output
 
 
 def test_experts_in_mxfp4_spare_attention(tmp_path: Path) -> None:

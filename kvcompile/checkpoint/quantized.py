@@ -7,6 +7,7 @@ layers alone. Shapes: N output rows, M input columns.
 import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,8 +31,8 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 _OF_ACTIVATIONS = ("activation_scale", "input_scale")
 
 
-def quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `quantization_config` of a config.json, or of the language model in it; None where weights are plain.
+def quantization(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of the config.json in `path`, or of the language model in it; None where weights are plain.
 
     Raises CheckpointError for one that names no method.
     """
@@ -41,14 +42,14 @@ def quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("quant_method"), str):
         raise CheckpointError(
-            f"quantization_config in config.json names no quant_method: {found!r}; take config.json from the model's author"
+            f"quantization_config in {path / 'config.json'} names no quant_method: {found!r}; download config.json again"
         )
     return None if found["quant_method"] == OUR_TAG else found
 
 
 def quant_method(checkpoint: Checkpoint) -> str | None:
     """The method by which a checkpoint is quantized, such as fp8 or gptq; None where it is not."""
-    found = quantization(checkpoint.config)
+    found = quantization(checkpoint.config, checkpoint.path)
     return None if found is None else str(found["quant_method"])
 
 
@@ -96,14 +97,14 @@ def dequantized(checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.load(name)
     w_NM, s = checkpoint.load(name).double(), checkpoint.load(scale).float().double()
     s = s.reshape(-1, 1) if s.ndim < 2 else s
-    for axis, block in enumerate(_block(checkpoint.config) or w_NM.shape):
+    for axis, block in enumerate(_block(checkpoint) or w_NM.shape):
         size, count = w_NM.shape[axis], s.shape[axis] if s.ndim == 2 else 0
         if count and -(-size // block) != count:
             block = size // count
         if not block or -(-size // block) != count:
             raise CheckpointError(
                 f"tensor {scale} in {checkpoint.path} has shape {list(checkpoint.shape(scale))}, which does not fit "
-                f"{name} with shape {list(w_NM.shape)}; take both from the model's author"
+                f"{name} with shape {list(w_NM.shape)}; download both again"
             )
         s = s.repeat_interleave(block, axis).narrow(axis, 0, size)
     return w_NM * s
@@ -126,7 +127,7 @@ def dense_dtype(config: Mapping[str, Any]) -> torch.dtype:
 def with_unquantized(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, Any]:
     """config.json with `modules` among those that are not quantized; nothing else changes."""
     config = copy.deepcopy(checkpoint.config)
-    found = quantization(config)
+    found = quantization(config, checkpoint.path)
     assert found is not None
     fields = _UNQUANTIZED[found["quant_method"]]
     field = next((x for x in fields if found.get(x) is not None), fields[0])
@@ -146,9 +147,9 @@ def _plain_modules(checkpoint: Checkpoint) -> list[str]:
     return sorted({"lm_head", *(x.removesuffix(".weight") for x in matrices)})
 
 
-def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+def _block(checkpoint: Checkpoint) -> tuple[int, int] | None:
     """Rows and columns of a block that shares a scale, where the config gives them: the last blocks may be cut off."""
-    found = quantization(config) or {}
+    found = quantization(checkpoint.config, checkpoint.path) or {}
     groups = found.get("config_groups")
     parts = (
         [part.get("weights") for part in groups.values() if isinstance(part, dict)] if isinstance(groups, dict) else []

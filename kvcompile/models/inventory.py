@@ -111,7 +111,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
     if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
         raise _refusal(checkpoint, model_type)
-    if (quantization(raw) or {}).get("kv_cache_scheme"):
+    if (quantization(raw, checkpoint.path) or {}).get("kv_cache_scheme"):
         raise UnsupportedArchitectureError(
             f"kv_cache_scheme in {checkpoint.path / 'config.json'} would quantize the cache a second time; set it to null"
         )

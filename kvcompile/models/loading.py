@@ -1,6 +1,7 @@
 """Loading a checkpoint as a transformers model, quietly and with errors that a user can act on."""
 
 import copy
+import importlib.util
 import inspect
 import io
 from collections.abc import Iterator
@@ -53,9 +54,9 @@ def load_model(
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            found = _quantization(config)
+            found = _quantization(config, path)
             floats = found is None or _can_dequantize(found)
-            if found is not None and floats and dequantize:
+            if found is not None and floats and (dequantize or _lacks_kernels(found)):
                 found["dequantize"] = True
             loaded: Any = _auto_class(config).from_pretrained(
                 path,
@@ -95,7 +96,7 @@ def load_model(
 
 def check_quantization(path: Path, device: torch.device) -> None:
     """Raise CheckpointError where transformers cannot run the pre-quantized weights at `path` on `device`; nothing is loaded."""
-    found = quantization(resolve_config(path))
+    found = quantization(resolve_config(path), path)
     if found is None:
         return
     problem = ""
@@ -114,10 +115,15 @@ def check_quantization(path: Path, device: torch.device) -> None:
         )
 
 
-def _quantization(config: Any) -> dict[str, Any] | None:
+def _quantization(config: Any, path: Path) -> dict[str, Any] | None:
     """The `quantization_config` of foreign weights that transformers will read, to be changed in place."""
     parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config(decoder=True))]
-    return quantization({"quantization_config": next((part for part in parts if part), None)})
+    return quantization({"quantization_config": next((part for part in parts if part), None)}, path)
+
+
+def _lacks_kernels(found: dict[str, Any]) -> bool:
+    """Whether a forward pass would fail for want of FP8 kernels; where other methods lack theirs, transformers notices."""
+    return found["quant_method"] == "fp8" and importlib.util.find_spec("kernels") is None
 
 
 def _can_dequantize(found: dict[str, Any]) -> bool:
