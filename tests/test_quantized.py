@@ -4,27 +4,31 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import kvcompile
-from kvcompile.checkpoint import Checkpoint, dequantized, tensor_bytes
+from kvcompile.checkpoint import DTYPES, Checkpoint, dequantized, tensor_bytes, write_patched
+from kvcompile.checkpoint.reader import read_header
 from kvcompile.errors import CheckpointError, ExportError, UnsupportedArchitectureError
 from kvcompile.evaluate import inspect
 from kvcompile.evaluate.difference import diff
 from kvcompile.evaluate.stages import layer_errors, observe
 from kvcompile.export import export
-from kvcompile.models import head_grams, load_model, output_weight, take_inventory
+from kvcompile.models import head_grams, load_model, loading, output_weight, take_inventory
 from kvcompile.models.agreement import KL_TOLERANCE, LOGITS_TOLERANCE, compare_logits
 from kvcompile.passes.convert import collect_statistics
 from kvcompile.scheme import load_scheme
 from tests.commands import contents, overwrite, quick_conversions, refuse, succeed
 from tests.conftest import edit_json
+from tests.families import save_family
 from tests.quantized import save_compressed, save_fp8, save_mxfp4, save_packed, save_twin
 from tests.test_families import cached_logits, random_ids, relative
 
@@ -40,9 +44,12 @@ FOLDED: dict[str, tuple[Save, torch.dtype]] = {
     "fp8, q, k and v in one": (partial(save_fp8, family="phi3", dtype=torch.float32), torch.float32),
     "fp8, biases": (partial(save_fp8, family="llama"), torch.bfloat16),
     "fp8, vision tower": (partial(save_fp8, family="qwen3_vl", dtype=torch.float32), torch.float32),
-    "channel": (partial(save_compressed, scheme="channel", activations=True), torch.bfloat16),
+    "channel in float32": (
+        partial(save_compressed, scheme="channel", dtype=torch.float32, activations=True),
+        torch.float32,
+    ),
     "tensor, sharded": (partial(save_compressed, scheme="tensor", shards="500KB"), torch.bfloat16),
-    "block in float32": (partial(save_compressed, scheme="block", dtype=torch.float32), torch.float32),
+    "block": (partial(save_compressed, scheme="block"), torch.bfloat16),
     "int8": (partial(save_compressed, scheme="int8", activations=True), torch.bfloat16),
 }
 
@@ -171,6 +178,7 @@ def test_int4_becomes_an_overlay(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     ids = random_ids()
     model, tokenizer = kvcompile.load(out, backend="cpu")
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16  # not only after a first forward pass
     expected = AutoModelForCausalLM.from_pretrained(source, dtype="auto")(ids).logits[0].detach().float()
     exact = cached_logits(model, kvcompile.new_cache(model, sink=4, recent=512), ids, chunks=(ids.shape[1],))
     assert relative(exact, expected) < 0.03
@@ -194,6 +202,14 @@ def test_packed_output_projections_are_read_from_the_model(tmp_path: Path) -> No
         assert torch.allclose(output_weight(packed, layer), w_O, atol=1e-6)
         gram_KDD = stopped.ir.statistics[f"layers.{layer.index}.output_gram"]
         assert torch.allclose(gram_KDD, head_grams(w_O, layer), rtol=1e-4, atol=1e-6)
+
+
+def test_output_projections_with_a_bias(tmp_path: Path) -> None:
+    source = save_family("llama", tmp_path / "model")
+    model, (layer, _) = load_model(source, "sdpa"), take_inventory(Checkpoint(source)).compiled
+    projection = model.model.layers[0].self_attn.o_proj
+    assert projection.bias.abs().max() > 0.1
+    assert torch.allclose(output_weight(model, layer), projection.weight.detach(), atol=1e-6)
 
 
 def test_packed_weights_are_compared_like_others(tmp_path: Path) -> None:
@@ -221,6 +237,22 @@ def test_experts_in_mxfp4_spare_attention(tmp_path: Path) -> None:
     model, _ = kvcompile.load(out)
     exact = cached_logits(model, kvcompile.new_cache(model, sink=4, recent=512), ids)
     assert relative(exact, dense_logits(source, ids)) < 0.05
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_fp8_needs_kernels_to_run_as_fp8(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def stop(config: Any) -> None:
+        seen.append(config.quantization_config.get("dequantize", False))
+        raise ValueError("far enough")
+
+    source = save_fp8(tmp_path / "model")
+    monkeypatch.setattr(loading, "_auto_class", stop)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: kernels or None)
+    with pytest.raises(CheckpointError, match="far enough"):
+        load_model(source, "sdpa")
+    assert seen == [not kernels]
 
 
 LIBRARIES = {"gptq": "optimum", "awq": "gptqmodel", "bitsandbytes": "bitsandbytes"}
@@ -325,6 +357,26 @@ def test_codes_times_scales(scale: Tensor, block: tuple[int, int] | None, tmp_pa
             c = column // 5 if block == (4, 5) else column * grid.shape[1] // 8
             assert found[row, column] == codes[row, column].double() * grid[r, c]
     assert torch.equal(dequantized(checkpoint, "v.bias"), torch.ones(6))
+
+
+def test_shards_laid_out_anew_are_aligned(tmp_path: Path) -> None:
+    """Codes of an odd size must not shift the floats behind them."""
+    source, out = tmp_path / "model", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    save_layer(source, torch.ones(3, 5).to(torch.float8_e4m3fn), torch.tensor(0.5))
+    tensors = load_file(source / "model.safetensors") | {"a.codes": torch.ones(3, 5).to(torch.float8_e4m3fn)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(source)
+    write_patched(checkpoint, out, {"v.weight": lambda w: w + 1}, checkpoint.shards)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert sorted(file.keys()) == ["a.codes", "v.bias", "v.weight"]
+        assert torch.equal(file.get_tensor("v.weight"), torch.full((3, 5), 1.5, dtype=torch.bfloat16))
+        assert torch.equal(file.get_tensor("v.bias"), tensors["v.bias"])
+        assert torch.equal(file.get_tensor("a.codes").float(), torch.ones(3, 5))
+    for entry in read_header(out / "model.safetensors").values():
+        assert entry.begin % DTYPES[entry.dtype].itemsize == 0
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 1), (1, 16), (0, 1), (2, 2, 1)])

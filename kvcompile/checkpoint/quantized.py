@@ -67,9 +67,10 @@ def storage(checkpoint: Checkpoint, module: str) -> Storage:
     if weight not in checkpoint:
         return "packed"
     dtype, others = checkpoint.entries[weight].dtype, {x[len(module) + 1 :] for x in stored_tensors(checkpoint, module)}
-    others -= {"weight", "bias", *_OF_ACTIVATIONS}
+    others -= {"weight", "bias"}
     if dtype in _FLOATS and not others:
         return "plain"
+    others -= {*_OF_ACTIVATIONS}
     return "scaled" if dtype in _CODES.get(method, ()) and len(others) == 1 and others <= set(_SCALES) else "packed"
 
 

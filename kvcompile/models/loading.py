@@ -68,15 +68,10 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                device_map=None
-                if floats
-                else device,  # other methods pack for the device while they load, and stay there
+                device_map=None if floats else device,  # other methods pack for a device while they load
             )
-            compressor = getattr(getattr(loaded[0], "hf_quantizer", None), "compressor", None)
-            if (
-                compressor is not None
-            ):  # compressed-tensors would do this in the first forward pass, and show bars there
-                compressor.decompress_model(loaded[0])
+            if hasattr(loaded[0], "ct_decompress_hook"):  # what compressed-tensors would do in the first forward pass
+                loaded[0].hf_quantizer.compressor.decompress_model(loaded[0])
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
             raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
     model, info = loaded
