@@ -146,7 +146,9 @@ def test_activations_stay_quantized_where_weights_do(tmp_path: Path) -> None:
 
 def test_a_scheme_that_folds_nothing_leaves_codes_alone(tmp_path: Path) -> None:
     source, out = save_fp8(tmp_path / "model", shards="500KB"), tmp_path / "out"
+    assert inspect(source, "naive-int4").weights == "fp8; left as they are"
     kvcompile.convert(source, out, "naive-int4")
+    assert inspect(out).weights == "fp8; left as they are"
     for name, content in contents(source).items():
         assert (out / name).read_bytes() == content
     assert kvcompile.verify(out, source).logits is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvcompile.artifact import MANIFEST_NAME, open_artifact
 from kvcompile.checkpoint import open_checkpoint
 from kvcompile.errors import SchemeError
-from kvcompile.models import AttentionLayer, take_inventory
+from kvcompile.models import AttentionLayer, Inventory, take_inventory
 from kvcompile.passes.emit import CONTEXTS
 from kvcompile.passes.inventory import check_fit
 from kvcompile.scheme import DEFAULT_SCHEME, Scheme, bits_per_element, history_bits, load_scheme
@@ -69,7 +69,6 @@ def inspect(path: str | Path, scheme: str | Scheme = DEFAULT_SCHEME) -> Inspecti
         scheme = scheme if isinstance(scheme, Scheme) else load_scheme(scheme)
         checkpoint = open_checkpoint(path)
     inventory = take_inventory(checkpoint)
-    plan = {"fold": "folded", "overlay": "an overlay"}[artifact.manifest.weights.mode] if converted else inventory.fold
     layers = tuple(_inspect_layer(layer, scheme) for layer in inventory.layers)
     packed = [layer for layer in layers if not layer.reason]
     bits = {
@@ -84,8 +83,17 @@ def inspect(path: str | Path, scheme: str | Scheme = DEFAULT_SCHEME) -> Inspecti
         converted,
         layers,
         bits if packed else {},
-        f"{inventory.weights}; {plan}",
+        f"{inventory.weights}; {_plan(inventory, scheme, artifact.manifest.weights.mode if converted else None)}",
     )
+
+
+def _plan(inventory: Inventory, scheme: Scheme, mode: str | None) -> str:
+    """What becomes of W_V and W_O, or in an artifact of this `mode` became of them."""
+    if mode == "overlay":
+        return "an overlay"
+    if inventory.foldable and (not scheme.folds_values() or any(layer.gated for layer in inventory.compiled)):
+        return "left as they are"
+    return "folded" if mode else inventory.fold
 
 
 def _inspect_layer(layer: AttentionLayer, scheme: Scheme) -> LayerInspection:
