@@ -34,7 +34,34 @@ whose images attend in both directions (Gemma 3) is refused.
 Soft-capped logits are attended by the codec, in plain torch: no kernel caps logits. Attention sinks cost a kernel nothing: they
 are applied to its output by the log of the softmax denominator. The linear correction of `kvlinc-*` is refused with both.
 
-Weights must be float32, float16 or bfloat16: a checkpoint with a `quantization_config` is refused.
+## Weight formats
+
+Only `W_V` and `W_O` of packed layers are ever edited, so what they are stored as decides, not what config.json says of the
+rest. `kvcompile inspect` names the format and what becomes of it, before any work. `tests/test_quantized.py` converts and runs:
+
+| weights | `W_V` and `W_O` | what happens |
+|---|---|---|
+| float32, float16, bfloat16 | the same | folded as they are |
+| MXFP4 experts (gpt-oss), and every other method that spares attention | float matrices | folded as they are |
+| FP8 (`quant_method` `fp8`): blocks with `weight_scale_inv`, or one scale | codes with scales | folded, stored as floats |
+| compressed-tensors with 8-bit codes (`float-`, `int-` or `naive-quantized`) | codes with scales | folded, stored as floats |
+| compressed-tensors `pack-quantized` (int4), GPTQ, AWQ, bitsandbytes, anything else | packed | overlay, values rotated online |
+
+**Folded, stored as floats.** Codes are decoded exactly, folded in float64, and stored in the dtype of the model (`dtype` in
+config.json, usually bfloat16), because quantizing them once more would cost what the codes cost already. The scales of these
+layers go, and the config lists the layers as not quantized (`modules_to_not_convert`, `ignore`); every other tensor is the same
+byte for byte. transformers loads the result by itself. Engines that fuse q, k and v want them in one format: vLLM refuses such a
+list ("Detected some but not all shards ... are quantized"). For them take an overlay, or convert the unquantized checkpoint.
+
+**Overlay.** Nothing is written but manifest and sidecar, as with `--weights overlay`. A scheme that weighs errors by `W_O` has it
+from the loaded model during calibration. Where the method's library is missing, or does not run on the device, a scheme that
+needs a forward pass is refused in one sentence before any work. GPTQ, AWQ and bitsandbytes were only tested as far as that:
+their libraries were not at hand. A `kv_cache_scheme` is refused, because it would quantize the cache a second time.
+
+**Forward passes.** Calibration and verification dequantize FP8, MXFP4 and compressed-tensors at load; the runtime runs what
+transformers runs, quantized activations included. FP8 runs as FP8 on a GPU with the package `kernels`, and dequantized
+everywhere else. Needed are `accelerate` for FP8 and MXFP4, and `compressed-tensors`: `pip install 'kvcompile[quantized]'`.
+Exports that write a `quantization_config` of their own (`transformers`, `compressed-tensors`) refuse pre-quantized weights.
 
 ## Refused by name
 

@@ -332,12 +332,6 @@ def test_unsupported_architecture(
     check_says(error, architecture, f"'{model_type}'", reason, "supported are cohere2, gemma, ")
 
 
-def test_already_quantized(model: Path, tmp_path: Path, capsys: Capsys) -> None:
-    edit_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    error = refuse_convert(capsys, model, tmp_path / "out")
-    check_says(error, model, "already quantized (gptq)", "convert the unquantized checkpoint")
-
-
 def test_only_sliding_layers(tmp_path: Path, capsys: Capsys) -> None:
     model = save_model(family_config("mistral", sliding_window=128), tmp_path / "model")
     error = refuse_convert(capsys, model, tmp_path / "out")
@@ -419,7 +413,7 @@ UNREADABLE_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "positions are text": (_configure(max_position_embeddings="many"), "max_position_embeddings"),
     "vocabulary is text": (_configure(vocab_size="large"), "vocab_size"),
     "unknown dtype": (_configure(dtype="float99"), "float99"),
-    "quantized without a dictionary": (_configure(quantization_config="gptq"), "already quantized"),
+    "quantized without a dictionary": (_configure(quantization_config="gptq"), "no quant_method: 'gptq'"),
     "tokenizer config is a list": (lambda model: (model / "tokenizer_config.json").write_text("[]"), "tokenizer"),
 }
 

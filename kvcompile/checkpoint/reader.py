@@ -31,6 +31,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _SHARD_NAME = re.compile(r"(?!kvcompile\.)[^/\\\x00-\x1f]+\.safetensors")
@@ -71,6 +72,11 @@ class Checkpoint:
                 )
             self.entries.update(found)
         self._check_index()
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return sorted(self.entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

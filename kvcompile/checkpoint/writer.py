@@ -1,11 +1,14 @@
 """Writing a checkpoint that differs from its source in a few tensors: shards are copied, then patched in place.
 
-Dtypes and shapes do not change, so a shard's header stays as it is and everything that is not patched is equal byte for
-byte by construction. The copy is a reflink or an in-kernel copy where the file system offers one.
+Where dtypes and shapes do not change, a shard's header stays as it is, and everything that is not patched is equal byte for
+byte by construction. The copy is a reflink or an in-kernel copy where the file system offers one. Only a shard with codes that
+become floats is laid out anew: its codes grow, and their scales go.
 """
 
 import errno
 import hashlib
+import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,36 +16,53 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcompile.checkpoint.reader import DTYPES, INDEX_NAME, Checkpoint
+from kvcompile.checkpoint.quantized import dequantized, edited_dtype, scale_names, with_unquantized
+from kvcompile.checkpoint.reader import DTYPES, INDEX_NAME, Checkpoint, TensorEntry, read_header
 from kvcompile.errors import CheckpointError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that a copy has from its target; any other is taken for one of the source."""
 
 Edit = Callable[[Tensor], Tensor]
-"""Source tensor in its stored dtype to edited tensor of the same shape, in any float dtype."""
+"""Source tensor, dequantized, to edited tensor of the same shape, in any float dtype."""
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_patched(
     source: Checkpoint, destination: Path, edits: Mapping[str, Edit], shards: Iterable[Path]
 ) -> dict[str, str]:
     """Copy `shards` of `source` into `destination`, replacing the tensors in `edits`; their sha256 by tensor name."""
-    digests = {}
+    dropped = dropped_tensors(source, edits)
+    digests: dict[str, str] = {}
+
+    def payload(name: str) -> bytes:
+        if name not in edits:
+            return tensor_bytes(source.load(name))
+        edited = tensor_bytes(edits[name](dequantized(source, name)).to(edited_dtype(source, name)))
+        digests[name] = hashlib.sha256(edited).hexdigest()
+        return edited
+
     for shard in shards:
         target = destination / shard.name
+        names = sorted((n for n, e in source.entries.items() if e.file == shard), key=lambda n: source.entries[n].begin)
+        if any(name in dropped or (name in edits and scale_names(source, name)) for name in names):
+            _write_anew(source, shard, target, [name for name in names if name not in dropped], edits, payload)
+            continue
         copy_file(shard, target)
         target.chmod(0o644)
         with open(target, "r+b") as file:
-            for name, entry in sorted(source.entries.items(), key=lambda item: item[1].begin):
-                if entry.file != shard or name not in edits:
-                    continue
-                edited = edits[name](source.load(name)).to(DTYPES[entry.dtype])
-                payload = tensor_bytes(edited)
-                assert len(payload) == entry.end - entry.begin, name
-                file.seek(entry.begin)
-                file.write(payload)
-                digests[name] = hashlib.sha256(payload).hexdigest()
+            for name in names:
+                if name in edits:
+                    entry, patch = source.entries[name], payload(name)
+                    assert len(patch) == entry.end - entry.begin, name
+                    file.seek(entry.begin)
+                    file.write(patch)
     return digests
+
+
+def dropped_tensors(source: Checkpoint, edits: Iterable[str]) -> set[str]:
+    """The scales that nothing is left of once the tensors named in `edits` are stored as floats."""
+    return {scale for name in edits for scale in scale_names(source, name)}
 
 
 def copy_companions(source: Checkpoint, destination: Path) -> None:
@@ -60,6 +80,61 @@ def copy_file(source: Path, target: Path) -> None:
         if error.errno in _NO_ROOM:
             raise
         raise CheckpointError(f"{source} cannot be copied to {target}: {error.strerror}") from error
+
+
+def write_companions(source: Checkpoint, destination: Path, edits: Iterable[str]) -> None:
+    """Copy config, tokenizer, index and the like beside patched shards.
+
+    Where codes have become floats, config.json lists their layers as not quantized, and the index knows no scales of theirs.
+    """
+    copy_companions(source, destination)
+    modules = [name.removesuffix(".weight") for name in sorted(edits) if scale_names(source, name)]
+    if not modules:
+        return
+    config = with_unquantized(source, modules)
+    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    path = destination / INDEX_NAME
+    if path.exists():
+        index = json.loads(path.read_text("utf-8"))
+        entries: dict[str, TensorEntry] = {}
+        for shard in source.shards:
+            entries |= read_header(destination / shard.name)
+        index["weight_map"] = {name: entry.file.name for name, entry in sorted(entries.items())}
+        index["metadata"] = {
+            **index.get("metadata", {}),
+            "total_size": sum(entry.end - entry.begin for entry in entries.values()),
+        }
+        path.write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def _write_anew(
+    source: Checkpoint,
+    shard: Path,
+    target: Path,
+    names: list[str],
+    edits: Mapping[str, Edit],
+    payload: Callable[[str], bytes],
+) -> None:
+    """A shard with these tensors, laid out as safetensors does it: wide types first, so that every tensor is aligned."""
+    dtypes = {n: edited_dtype(source, n) if n in edits else DTYPES[source.entries[n].dtype] for n in names}
+    names = sorted(names, key=lambda n: -dtypes[n].itemsize)
+    with open(shard, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header, position = {key: value for key, value in header.items() if key == "__metadata__"}, 0
+    for name in names:
+        end = position + math.prod(source.shape(name)) * dtypes[name].itemsize
+        header[name] = {
+            "dtype": _DTYPE_NAMES[dtypes[name]],
+            "shape": source.shape(name),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(target, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(payload(name))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

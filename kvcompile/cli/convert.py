@@ -27,7 +27,8 @@ from kvcompile.scheme import DEFAULT_SCHEME
 @click.option("--seed", default=0, show_default=True, help="Order in which calibration documents are drawn.")
 @click.option("--device", default="cpu", show_default=True, help="Where calibration runs, for example cuda.")
 @click.option("--weights", type=click.Choice(["fold", "overlay"]), default="fold", show_default=True,
-              help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights.")  # fmt: skip
+              help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights, "
+              "as it is done with weights that cannot be folded.")  # fmt: skip
 @click.option("--import-rotations", nargs=2, type=click.Path(path_type=Path), metavar="K.pt V.pt",
               help="Take these rotations (files of the OSCAR fork of SGLang) instead of solving them.")  # fmt: skip
 @click.option(
@@ -90,6 +91,8 @@ def convert_command(
         instruments=instruments,
         track=tracker(console),
     )
+    if result.ir.weights != weights:
+        click.echo(f"weights: {result.ir.layers().weights}; {result.ir.layers().fold}")
     if result.manifest is None:
         layers = result.ir.layers()
         state = "dry run" if dry_run else f"stopped after {stop_after}"

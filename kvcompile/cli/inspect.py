@@ -36,6 +36,7 @@ def inspect_command(path: str, scheme: str, as_json: bool) -> None:
 def _show(found: Inspection, console: Console) -> None:
     state = f"converted with {found.scheme}" if found.converted else f"not converted; costed with {found.scheme}"
     click.echo(f"{found.path}: {found.architecture} ({found.model_type}), {state}")
+    click.echo(f"weights: {found.weights}")
     table = Table("layer", "attention", "heads q/kv", "head_dim", "B/token BF16", "B/token packed", "packed?")
     for x in found.layers:
         heads = f"{x.num_heads}/{x.num_key_value_heads}"

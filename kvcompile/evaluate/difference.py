@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.artifact import MANIFEST_NAME, Artifact, open_artifact
-from kvcompile.checkpoint import Checkpoint, open_checkpoint
-from kvcompile.errors import ArtifactError, VerificationError
+from kvcompile.checkpoint import Checkpoint, open_checkpoint, scale_names, with_unquantized
+from kvcompile.errors import ArtifactError, CheckpointError, VerificationError
 from kvcompile.models import take_inventory
 from kvcompile.models.agreement import check_projections, projections
 
@@ -86,21 +86,23 @@ def _from_source(a: str | Path, b: str | Path, first: bool) -> Iterator[Change]:
     source, converted = open_checkpoint(b if first else a), Checkpoint(artifact.weights_path)
     folded = {layer.index for layer in artifact.manifest.compiled if layer.value and layer.value.apply == "folded"}
     explained: set[str] = set()
-    if set(source.entries) == set(converted.entries):
+    if set(converted.entries) <= set(source.entries):
         for layer in take_inventory(source).compiled:
             if layer.index not in folded:
                 continue
-            theirs = projections(source, layer)
             try:
-                check_projections(layer, theirs, projections(converted, layer))
-            except (VerificationError, RuntimeError):
+                check_projections(layer, projections(source, layer), projections(converted, layer))
+            except (CheckpointError, VerificationError, RuntimeError):
                 continue  # what they compute differs, so their tensors count below
-            explained |= set(theirs)
+            explained |= set(layer.stored)
     left, right = (converted, source) if first else (source, converted)
     for change in _weights(left, right):
         yield Change(change.part, change.what, change.a, change.b, change.what in explained)
-    if artifact.manifest.weights.mode == "fold" and source.config != converted.config:
-        yield from _fields("config.json", left.config, right.config)
+    if artifact.manifest.weights.mode == "fold":
+        modules = [name.removesuffix(".weight") for name in sorted(explained) if scale_names(source, name)]
+        expected = bool(modules) and with_unquantized(source, modules) == converted.config
+        for change in _fields("config.json", left.config, right.config):
+            yield Change(change.part, change.what, change.a, change.b, expected)
 
 
 def _fields(part: str, a: Any, b: Any, where: str = "") -> Iterator[Change]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvcompile.artifact import MANIFEST_NAME, open_artifact
 from kvcompile.checkpoint import open_checkpoint
 from kvcompile.errors import SchemeError
-from kvcompile.models import AttentionLayer, take_inventory
+from kvcompile.models import AttentionLayer, Inventory, take_inventory
 from kvcompile.passes.emit import CONTEXTS
 from kvcompile.passes.inventory import check_fit
 from kvcompile.scheme import DEFAULT_SCHEME, Scheme, bits_per_element, history_bits, load_scheme
@@ -34,7 +34,10 @@ class LayerInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model or an artifact; `bits_per_element` is by context length, over the layers that are packed."""
+    """A model or an artifact; `bits_per_element` is by context length, over the layers that are packed.
+
+    `weights` says how W_V and W_O are stored, and before a conversion what becomes of them.
+    """
 
     path: Path
     architecture: str
@@ -43,6 +46,7 @@ class Inspection:
     converted: bool
     layers: tuple[LayerInspection, ...]
     bits_per_element: dict[str, float]
+    weights: str
 
     @property
     def packed_layers(self) -> int:
@@ -79,7 +83,17 @@ def inspect(path: str | Path, scheme: str | Scheme = DEFAULT_SCHEME) -> Inspecti
         converted,
         layers,
         bits if packed else {},
+        f"{inventory.weights}; {_plan(inventory, scheme, artifact.manifest.weights.mode if converted else None)}",
     )
+
+
+def _plan(inventory: Inventory, scheme: Scheme, mode: str | None) -> str:
+    """What becomes of W_V and W_O, or in an artifact of this `mode` became of them."""
+    if mode == "overlay":
+        return "an overlay"
+    if inventory.foldable and (not scheme.folds_values() or any(layer.gated for layer in inventory.compiled)):
+        return "left as they are"
+    return "folded" if mode else inventory.fold
 
 
 def _inspect_layer(layer: AttentionLayer, scheme: Scheme) -> LayerInspection:

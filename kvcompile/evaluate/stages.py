@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvcompile.calibration import OBSERVER, AttentionSample, Recorder, recording
+from kvcompile.checkpoint import dequantized
 from kvcompile.codec.quantizer import token_norms
-from kvcompile.models import AttentionLayer, decoder_of, load_model
+from kvcompile.models import AttentionLayer, decoder_of, load_model, output_weight
 from kvcompile.passes.coding import HalfCoding, history_slice
 from kvcompile.passes.ir import IR
 from kvcompile.scheme.model import TokenScale
@@ -55,19 +56,21 @@ class TokenNorms:
 class Observation:
     """What layers show on a piece of text: attention samples, and the eigenvalues ``[D]`` of C_Q and C_S.
 
-    Eigenvalues are sorted, divided by their sum, and averaged over KV heads.
+    Eigenvalues are sorted, divided by their sum, and averaged over KV heads. W_O is kept where the checkpoint has it packed.
     """
 
     samples: Mapping[int, AttentionSample]
     spectra: Mapping[int, Mapping[str, tuple[float, ...]]]
+    output_weights: Mapping[int, Tensor]
 
 
 def observe(path: Path, layers: Iterable[AttentionLayer], windows_NT: Tensor, device: torch.device) -> Observation:
     """Run the model at `path` over the windows and keep what the pictures of a comparison need."""
     length = windows_NT.shape[1]
+    layers = tuple(layers)
     counts = {layer.index: layer.num_key_value_heads for layer in layers}
     recorder = Recorder(counts, frozenset({"query", "score_value"}), len(windows_NT), length, 0, QUERIES)
-    model = load_model(path, OBSERVER, device)
+    model = load_model(path, OBSERVER, device, dequantize=True)
     with torch.inference_mode(), recording(recorder):
         for ids_T in windows_NT:
             decoder_of(model)(ids_T[None].to(device), use_cache=False)
@@ -77,14 +80,17 @@ def observe(path: Path, layers: Iterable[AttentionLayer], windows_NT: Tensor, de
         assert sample is not None
         samples[index] = sample
         spectra[index] = {target: _spectrum(moments.mean()) for target, moments in seen.moments.items()}
-    return Observation(samples, spectra)
+    weights = {layer.index: output_weight(model, layer) for layer in layers if layer.storage == "packed"}
+    return Observation(samples, spectra, weights)
 
 
 def layer_errors(ir: IR, observation: Observation) -> tuple[LayerErrors, ...]:
     """The errors of every compiled layer under the scheme that `ir` has been solved for."""
     found = []
     for layer in ir.layers().compiled:
-        attention = _Attention(ir, layer, observation.samples[layer.index])
+        w_O = observation.output_weights.get(layer.index)
+        w_O = dequantized(ir.checkpoint, layer.o_weight) if w_O is None else w_O
+        attention = _Attention(ir, layer, observation.samples[layer.index], w_O)
         scheme = ir.scheme.layer(layer.index)
         before = attention.errors(HalfCoding.plain(layer, scheme.key), HalfCoding.plain(layer, scheme.value))
         after = attention.errors(_solved(ir, layer, "key"), _solved(ir, layer, "value"))
@@ -111,12 +117,10 @@ def token_norm_picture(ir: IR, observation: Observation) -> TokenNorms | None:
 class _Attention:
     """The attention of one layer on a sample, in float32, with exact rows and with rows that have been in the cache."""
 
-    def __init__(self, ir: IR, layer: AttentionLayer, sample: AttentionSample):
+    def __init__(self, ir: IR, layer: AttentionLayer, sample: AttentionSample, w_O: Tensor):
         self.sample = sample
         self.history = history_slice(ir.scheme.layer(layer.index).window, sample.k_SKTD.shape[2])
-        w_OKGD = (
-            ir.checkpoint.load(layer.o_weight).float().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
-        )
+        w_OKGD = w_O.float().unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
         self.w_KGDO = w_OKGD.permute(1, 2, 3, 0)
 
     def errors(self, key: HalfCoding, value: HalfCoding) -> StageErrors:

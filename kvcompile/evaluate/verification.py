@@ -7,7 +7,7 @@ import torch
 
 from kvcompile.artifact import Artifact, inverse_error, open_artifact
 from kvcompile.calibration import read_corpus, tokenize_corpus
-from kvcompile.checkpoint import Checkpoint, file_digest, open_checkpoint
+from kvcompile.checkpoint import Checkpoint, edited_dtype, file_digest, open_checkpoint, scale_names
 from kvcompile.errors import VerificationError
 from kvcompile.models import EXACT, Inventory, load_model, load_tokenizer, take_inventory
 from kvcompile.models.agreement import (
@@ -64,7 +64,7 @@ def _check_layers(artifact: Artifact) -> str:
         shape = (record.num_heads, record.num_key_value_heads, record.head_dim, record.key is not None)
         if layer is None or shape != (layer.num_heads, layer.num_key_value_heads, layer.head_dim, layer.compiled):
             raise VerificationError(f"layer {record.index} of the manifest is not the layer that {checkpoint.path} has")
-        guarded = set(layer.projections()) if layer.compiled else set()
+        guarded = set(layer.stored) if layer.compiled else set()
         if missing := guarded - set(artifact.manifest.weights.projections):
             raise VerificationError(f"layer {record.index}: the manifest has no hash of tensor {min(missing)}")
     if found:
@@ -123,22 +123,20 @@ def _check_sidecar(artifact: Artifact) -> str:
 
 def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> str:
     edited = set(artifact.manifest.weights.projections)
-    if set(original.entries) != set(converted.entries):
-        name = min(set(original.entries) ^ set(converted.entries))
+    scales = {name for layer in take_inventory(original).compiled for name in layer.stored} - edited
+    if set(original.entries) - scales != set(converted.entries):
+        name = min((set(original.entries) - scales) ^ set(converted.entries))
         raise VerificationError(
             f"tensor {name} is in only one of {original.path} and {converted.path}; is this the right source?"
         )
-    for name in sorted(original.entries):
+    for name in sorted(converted.entries):
         ours, theirs = converted.load(name), original.load(name)
-        if (
-            ours.shape != theirs.shape
-            or ours.dtype != theirs.dtype
-            or (name not in edited and not _same_bits(ours, theirs))
-        ):
+        dtype = edited_dtype(original, name) if scales.intersection(scale_names(original, name)) else theirs.dtype
+        if ours.shape != theirs.shape or ours.dtype != dtype or (name not in edited and not _same_bits(ours, theirs)):
             raise VerificationError(
                 f"tensor {name} differs from {original.path}, although it should be unchanged; is this the right source?"
             )
-    return f"{len(original.entries) - len(edited)} other tensors equal the source bit for bit"
+    return f"{len(converted.entries) - len(edited)} other tensors equal the source bit for bit"
 
 
 def _check_projections(original: Checkpoint, converted: Checkpoint, inventory: Inventory, artifact: Artifact) -> str:
@@ -156,8 +154,8 @@ def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifac
     tokenizer = load_tokenizer(original.path)
     length = min(VERIFY_TOKENS, take_inventory(original).max_positions)
     ids = tokenize_corpus(read_corpus(None), tokenizer, length, length)[0]
-    reference = logits_of(load_model(original.path, EXACT), ids)
-    agreement = compare_logits(reference, logits_of(load_model(converted.path, EXACT), ids))
+    reference = logits_of(load_model(original.path, EXACT, dequantize=True), ids)
+    agreement = compare_logits(reference, logits_of(load_model(converted.path, EXACT, dequantize=True), ids))
     dtypes = {converted.load(name).dtype for name in artifact.manifest.weights.projections}
     check_logits(agreement, dtypes, original.path)
     return agreement

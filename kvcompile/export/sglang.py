@@ -60,7 +60,8 @@ class SglangTarget:
         ratios = {half: closest_ratio([row.clip_ratio for row in _halves(manifest, half)]) for half in ("key", "value")}
         window = manifest.scheme.layer(manifest.compiled[0].index).window
         sink, recent = (-(-tokens // MULTIPLE) * MULTIPLE for tokens in (window.sink, window.recent))
-        absorb = not any(folded) and not any(name.endswith("bias") for name in manifest.weights.projections)
+        # It cannot absorb a rotation into a bias, nor into codes.
+        absorb = not any(folded) and all(name.endswith(".weight") for name in manifest.weights.projections)
         weights = (source or artifact.weights_path).resolve()
         group = manifest.compiled[0].key.group_size if manifest.compiled[0].key else 0
         environment = {

@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.artifact import Artifact
-from kvcompile.checkpoint import Checkpoint, copy_companions
+from kvcompile.checkpoint import Checkpoint, copy_companions, quant_method
 from kvcompile.errors import ExportError, VerificationError
 from kvcompile.models import take_inventory
 from kvcompile.models.agreement import check_projections, projections
 
 
 def copy_checkpoint(path: Path, folder: Path, config_changes: Mapping[str, Any] | None = None) -> None:
-    """Copy shards, index, config and tokenizer of the checkpoint at `path`; top-level fields of config.json may be changed."""
+    """Copy shards, index, config and tokenizer of the checkpoint at `path`; top-level fields of config.json may be changed.
+
+    Raises ExportError where a change would hide how weights are quantized.
+    """
     checkpoint = Checkpoint(path)
+    method = quant_method(checkpoint)
+    if method is not None and "quantization_config" in (config_changes or {}):
+        raise ExportError(
+            f"the weights in {path} are quantized ({method}), and config.json has room for one quantization_config; "
+            "convert and export the unquantized checkpoint"
+        )
     for shard in checkpoint.shards:
         shutil.copyfile(shard, folder / shard.name)
     copy_companions(checkpoint, folder)

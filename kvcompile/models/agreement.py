@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcompile.checkpoint import Checkpoint
+from kvcompile.checkpoint import Checkpoint, dequantized
 from kvcompile.errors import VerificationError
 from kvcompile.models.inventory import AttentionLayer
 from kvcompile.models.precision import Float32Compute
@@ -62,9 +62,9 @@ def projection_error(layer: AttentionLayer, source: dict[str, Tensor], edited: d
 
 
 def check_projections(layer: AttentionLayer, source: dict[str, Tensor], edited: dict[str, Tensor]) -> float:
-    """The `projection_error` of a layer; raises VerificationError when it is more than rounding to the stored dtype."""
+    """The `projection_error` of a layer; raises VerificationError when it is more than rounding to the edited dtype."""
     error = projection_error(layer, source, edited)
-    tolerance = PROJECTION_TOLERANCE.get(source[layer.v_weight].dtype, PROJECTION_TOLERANCE[torch.float32])
+    tolerance = PROJECTION_TOLERANCE.get(edited[layer.v_weight].dtype, PROJECTION_TOLERANCE[torch.float32])
     if not error <= tolerance:
         raise VerificationError(
             f"layer {layer.index}: {layer.v_weight} and {layer.o_weight} do not compute what the source computes "
@@ -87,8 +87,8 @@ def check_logits(agreement: LogitAgreement, dtypes: set[torch.dtype], source: Pa
 
 
 def projections(checkpoint: Checkpoint, layer: AttentionLayer) -> dict[str, Tensor]:
-    """W_V, b_V (if any) and W_O of a layer by tensor name; all of a matrix in which q and k are fused with v."""
-    return {name: checkpoint.load(name) for name in layer.projections()}
+    """W_V, b_V (if any) and W_O of a layer by tensor name, dequantized; all of a matrix in which q and k are fused with v."""
+    return {name: dequantized(checkpoint, name) for name in layer.projections()}
 
 
 def _contribution(layer: AttentionLayer, tensors: dict[str, Tensor], x: Tensor) -> Tensor:

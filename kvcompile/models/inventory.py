@@ -7,7 +7,16 @@ Decided from config.json and the tensor names alone, before any weight is read. 
 from dataclasses import dataclass
 from typing import Any
 
-from kvcompile.checkpoint import Checkpoint
+from kvcompile.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    Storage,
+    dense_dtype,
+    quant_method,
+    quantization,
+    storage,
+    stored_tensors,
+)
 from kvcompile.errors import CheckpointError, UnsupportedArchitectureError
 from kvcompile.models.families import FAMILIES, LAYER_PREFIXES, REFUSED, VISION_LANGUAGE, Family, supported
 from kvcompile.models.loading import resolve_config
@@ -22,9 +31,6 @@ _SIDES = (
 _PACKED = 8
 """Elements of a quantized matrix that may share one element of the tensor that holds them."""
 
-OUR_TAG = "kvcompile"
-"""The quant_method of an artifact that asks transformers to set up its cache; its weights are plain."""
-
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -34,6 +40,9 @@ class AttentionLayer:
     W_V and b_V are the rows from `v_first` on, of a fused matrix where that is not 0. A `gated` output cannot be rotated
     before W_O. `softmax` names what makes it no plain softmax, if anything does. `reason` says why a layer's cache is left as
     it is, and is empty when the layer is compiled; a layer that caches no keys and values has no heads and no tensors.
+
+    W_V and W_O may be stored otherwise than by their names: `storage` says how (the one that can do less), and `stored` names
+    all tensors that make them, scales included.
     """
 
     index: int
@@ -49,6 +58,8 @@ class AttentionLayer:
     gated: bool = False
     softmax: str = ""
     reason: str = ""
+    storage: Storage = "plain"
+    stored: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -78,17 +89,24 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All decoder layers of a model, in order."""
+    """All decoder layers of a model, in order; `weights` says how W_V and W_O are stored, `fold` what a fold makes of them."""
 
     model_type: str
     architecture: str
     layers: tuple[AttentionLayer, ...]
     max_positions: int
+    weights: str
+    fold: str
 
     @property
     def compiled(self) -> tuple[AttentionLayer, ...]:
         """The layers whose cache is packed."""
         return tuple(layer for layer in self.layers if layer.compiled)
+
+    @property
+    def foldable(self) -> bool:
+        """Whether rotations can be folded into the weights of every packed layer; otherwise they are applied online."""
+        return all(layer.storage != "packed" for layer in self.compiled)
 
 
 def take_inventory(checkpoint: Checkpoint) -> Inventory:
@@ -102,12 +120,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     model_type, architecture = str(raw.get("model_type", "?")), _architecture(raw)
     if model_type not in FAMILIES and model_type not in VISION_LANGUAGE:
         raise _refusal(checkpoint, model_type)
-    quantization = raw.get("quantization_config")
-    method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-    if quantization and method != OUR_TAG:
+    if (quantization(raw, checkpoint.path) or {}).get("kv_cache_scheme"):
         raise UnsupportedArchitectureError(
-            f"{checkpoint.path} is already quantized ({method}): its weights cannot be folded by "
-            "this version; convert the unquantized checkpoint"
+            f"kv_cache_scheme in {checkpoint.path / 'config.json'} would quantize the cache a second time; set it to null"
         )
     if model_type in VISION_LANGUAGE:
         config = _text_config(checkpoint)
@@ -126,7 +141,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         raise UnsupportedArchitectureError(
             f"{architecture} in {checkpoint.path} has no layer with full attention: {layers[0].reason}"
         )
-    return Inventory(model_type, architecture, layers, config["max_position_embeddings"])
+    return Inventory(model_type, architecture, layers, config["max_position_embeddings"], *_weights(checkpoint, layers))
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -216,11 +231,16 @@ def _read_layer(
         expected[f"{prefix}.{family.k_proj}.weight"] = (v_rows, hidden)
         expected[f"{v_proj}.weight"] = (v_rows, hidden)
     for name, shape in expected.items():
+        module = name.removesuffix(".weight")
+        if storage(checkpoint, module) == "packed" and stored_tensors(checkpoint, module):
+            continue  # its shape is the method's business
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
                 f"tensor {name} in {checkpoint.path} has shape {list(checkpoint.shape(name))}, "
                 f"but config.json implies {list(shape)}"
             )
+    modules = (v_proj, f"{prefix}.{family.o_proj}")
+    kinds = [storage(checkpoint, module) for module in modules]
     return AttentionLayer(
         index=index,
         kind=kind,
@@ -235,7 +255,25 @@ def _read_layer(
         gated=family.gated,
         softmax=_softmax(checkpoint, config, prefix),
         reason="" if kind == "full_attention" else _unpacked(kind),
+        storage=next(x for x in ("packed", "scaled", "plain") if x in kinds),
+        stored=tuple(
+            name for x in modules for name in stored_tensors(checkpoint, x) if name != f"{prefix}.{family.o_proj}.bias"
+        ),
     )
+
+
+def _weights(checkpoint: Checkpoint, layers: tuple[AttentionLayer, ...]) -> tuple[str, str]:
+    """How W_V and W_O of packed layers are stored, and what a fold makes of them."""
+    packed = [layer for layer in layers if layer.compiled]
+    method, kinds = quant_method(checkpoint), {layer.storage for layer in packed}
+    if "packed" in kinds:
+        return str(method), "an overlay, because these weights cannot be folded: values are rotated online"
+    if "scaled" in kinds:
+        dense = str(dense_dtype(checkpoint.config)).removeprefix("torch.")
+        return str(method), f"W_V and W_O are folded and stored in {dense}, all else stays as it is"
+    dtypes = {checkpoint.entries[layer.v_weight].dtype for layer in packed}
+    plain = " and ".join(sorted(str(DTYPES[dtype]).removeprefix("torch.") for dtype in dtypes))
+    return f"{method}, with W_V and W_O in {plain}" if method else plain, "W_V and W_O are folded as they are"
 
 
 def _softmax(checkpoint: Checkpoint, config: dict[str, Any], prefix: str) -> str:

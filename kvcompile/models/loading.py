@@ -1,7 +1,11 @@
 """Loading a checkpoint as a transformers model, quietly and with errors that a user can act on."""
 
+import copy
+import importlib.util
+import inspect
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
+from kvcompile.checkpoint import quantization
 from kvcompile.errors import CheckpointError, KvCompileError
 
 
@@ -32,17 +38,29 @@ def resolve_device(name: str | torch.device) -> torch.device:
     raise KvCompileError("device 'meta' holds no data; try --device cpu")
 
 
-def load_model(path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto") -> PreTrainedModel:
+def load_model(
+    path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto", *, dequantize: bool = False
+) -> PreTrainedModel:
     """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
+
+    Pre-quantized weights run as transformers runs them, which may quantize activations too; with `dequantize` they become
+    floats where the method knows how, and activations stay as they are.
 
     Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint
     or has another shape there: transformers would fill it with random numbers.
     """
     device = resolve_device(device)
+    check_quantization(path, device)
     with _quiet():
         try:
-            loaded: Any = _auto_class(path).from_pretrained(
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            found = _quantization(config, path)
+            floats = found is None or _can_dequantize(found)
+            if found is not None and floats and (dequantize or _lacks_kernels(found)):
+                found["dequantize"] = True
+            loaded: Any = _auto_class(config).from_pretrained(
                 path,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,
@@ -50,7 +68,10 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                device_map=None if floats else device,  # other methods pack for a device while they load
             )
+            if hasattr(loaded[0], "ct_decompress_hook"):  # what compressed-tensors would do in the first forward pass
+                loaded[0].hf_quantizer.compressor.decompress_model(loaded[0])
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
             raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
     model, info = loaded
@@ -63,7 +84,46 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
         raise CheckpointError(
             f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
-    return model.to(device).eval()
+    if found is not None and dtype != "auto" and not hasattr(model, "hf_quantizer"):
+        model = model.to(dtype=dtype)  # dequantizing casts what was codes, and leaves the rest
+    return (model.to(device) if floats else model).eval()
+
+
+def check_quantization(path: Path, device: torch.device) -> None:
+    """Raise CheckpointError where transformers cannot run the pre-quantized weights at `path` on `device`; nothing is loaded."""
+    found = quantization(resolve_config(path), path)
+    if found is None:
+        return
+    problem = ""
+    with _quiet():
+        try:
+            if not AutoHfQuantizer.supports_quant_method(found):  # it would take the codes for weights
+                raise ValueError("it does not know this method")
+            quantizer = AutoHfQuantizer.from_config(copy.deepcopy(found), pre_quantized=True)
+            quantizer.validate_environment(device_map={"": device})
+        except Exception as error:  # a missing library, a missing GPU, a config that makes no sense
+            problem = _first_line(error)
+    if problem:
+        raise CheckpointError(
+            f"the weights in {path} are quantized ({found['quant_method']}), and transformers cannot run them on {device} "
+            f"here: {problem}; see to that, or convert the unquantized checkpoint"
+        )
+
+
+def _quantization(config: Any, path: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of foreign weights that transformers will read, to be changed in place."""
+    parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config(decoder=True))]
+    return quantization({"quantization_config": next((part for part in parts if part), None)}, path)
+
+
+def _lacks_kernels(found: dict[str, Any]) -> bool:
+    """Whether a forward pass would fail for want of FP8 kernels; where other methods lack theirs, transformers notices."""
+    return found["quant_method"] == "fp8" and importlib.util.find_spec("kernels") is None
+
+
+def _can_dequantize(found: dict[str, Any]) -> bool:
+    method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(found["quant_method"])
+    return method is not None and "dequantize" in inspect.signature(method).parameters
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -72,9 +132,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
-def _auto_class(path: Path) -> Any:
+def _auto_class(config: Any) -> Any:
     """What builds the class that config.json names: some model types have one with a vision tower and one without."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     return AutoModelForImageTextToText if vision in (config.architectures or []) else AutoModelForCausalLM
 
@@ -105,7 +164,8 @@ def _quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # libraries of quantization methods have bars of their own
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bar:

@@ -11,12 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcompile.artifact import CalibrationRecord
 from kvcompile.calibration import OBSERVER, Corpus, Recorder, recording, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CheckpointError
-from kvcompile.models import AttentionLayer, Inventory, decoder_of, load_model, load_tokenizer
+from kvcompile.models import (
+    AttentionLayer,
+    Inventory,
+    decoder_of,
+    head_grams,
+    load_model,
+    load_tokenizer,
+    output_weight,
+)
 from kvcompile.passes.base import Context
 from kvcompile.passes.memory import release_memory
 
@@ -59,7 +68,7 @@ class Collection:
             q_SKGnD = q_SKXD.unflatten(2, (layer.queries_per_kv, -1))[:, :, :, -queries:]
             for name in (*sorted(self.targets), "key_mean", "value_mean", "sample_scaling"):
                 found[prefix + name] = statistics[prefix + name]
-            for name in ("sample_softcap", "sample_sinks"):
+            for name in ("sample_softcap", "sample_sinks", "output_gram"):
                 if prefix + name in statistics:
                     found[prefix + name] = statistics[prefix + name]
             found[f"{prefix}sample_q"] = q_SKGnD.flatten(2, 3).clone()
@@ -139,7 +148,7 @@ def collect(
     sequences = tokenize_corpus(text.corpus, load_tokenizer(checkpoint.path), text.tokens, text.sequence_length)
     release_memory()
     started = time.perf_counter()
-    model = load_model(checkpoint.path, OBSERVER, context.device)
+    model = load_model(checkpoint.path, OBSERVER, context.device, dequantize=True)
     context.costs["load"] = time.perf_counter() - started
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
@@ -162,7 +171,13 @@ def collect(
     for index, layer in sorted(recorder.layers.items()):
         statistics |= layer.tensors(index)
         statistics |= layer.sample().tensors(index)
-    return statistics
+    return statistics | _packed_grams(model, inventory)
+
+
+def _packed_grams(model: PreTrainedModel, inventory: Inventory) -> dict[str, Tensor]:
+    """``layers.{i}.output_gram`` of the packed W_O, which only the loaded model can multiply with; nothing for others."""
+    layers = [layer for layer in inventory.compiled if layer.storage == "packed"]
+    return {f"layers.{x.index}.output_gram": head_grams(output_weight(model, x), x) for x in layers}
 
 
 def _batches(sequences: list[Tensor], size: int) -> list[Tensor]:

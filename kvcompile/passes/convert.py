@@ -133,7 +133,7 @@ def convert(
         "source": checkpoint.fingerprint(),
         "scheme": scheme.model_dump_json(),
         "calibration": f"{corpus.sha256} {given.tokens}",
-        "weights": weights,
+        "weights": ir.weights,
         "passes": json.dumps({step.name: step.version for step in steps}),
     }
     if ir.imported is not None:

@@ -23,7 +23,7 @@ from kvcompile.artifact import (
     row_record,
 )
 from kvcompile.artifact.report import model_card, report_html
-from kvcompile.checkpoint import copy_companions, file_digest, tensor_bytes, write_patched
+from kvcompile.checkpoint import dropped_tensors, file_digest, tensor_bytes, write_companions, write_patched
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.center import CenterPass
@@ -116,10 +116,11 @@ class EmitPass:
                 digests |= write_patched(source, out, edits, [shard])
             files[shard.name] = file_digest(out / shard.name if ir.weights == "fold" else shard)
         if ir.weights == "fold":
-            copy_companions(source, out)
+            write_companions(source, out, edits)
+        dropped = dropped_tensors(source, edits)
         for layer in ir.layers().compiled:
-            for name in layer.projections():
-                if name not in digests:
+            for name in layer.stored:
+                if name not in digests and name not in dropped:
                     digests[name] = hashlib.sha256(tensor_bytes(source.load(name))).hexdigest()
         return files, dict(sorted(digests.items()))
 

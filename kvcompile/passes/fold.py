@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcompile.checkpoint import Edit
+from kvcompile.checkpoint import Edit, dequantized
 from kvcompile.errors import CheckpointError
 from kvcompile.models import AttentionLayer
 from kvcompile.passes.base import Context, PassResult
@@ -21,7 +21,7 @@ class FoldPass:
        the inverse of an orthogonal R_V is its transpose.
     2. Only these tensors are ever edited: embeddings, tied or not, are never touched.
     3. With overlay weights nothing is folded and R_V stays online.
-    4. Weights to be folded must be finite.
+    4. Weights to be folded must be finite. Codes with scales are decoded in float64 and stored as floats once folded.
     5. Everything is solved by now, so the statistics are let go.
     """
 
@@ -43,7 +43,7 @@ class FoldPass:
                 folds.append(Fold(layer.v_bias, layer.index, "v_bias"))
             folds.append(Fold(layer.o_weight, layer.index, "o_weight"))
         for fold in folds:
-            if not ir.checkpoint.load(fold.tensor).float().isfinite().all():
+            if not dequantized(ir.checkpoint, fold.tensor).float().isfinite().all():
                 raise CheckpointError(
                     f"tensor {fold.tensor} (layer {fold.layer}) in {ir.checkpoint.path} holds NaN or infinity; "
                     "repair the checkpoint"
@@ -67,7 +67,7 @@ class FoldPass:
 
 
 def fold_edits(ir: IR) -> dict[str, Edit]:
-    """The planned edits as functions of the source tensor, by tensor name; they compute in float64."""
+    """The planned edits as functions of the source tensor, dequantized, by tensor name; they compute in float64."""
     layers = {layer.index: layer for layer in ir.layers().layers}
     return {fold.tensor: _edit(ir, fold, layers[fold.layer]) for fold in ir.folds}
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from kvcompile.codec.feedback import MAX_FEEDBACK_DIM
 from kvcompile.errors import SchemeError
 from kvcompile.linalg import is_hadamard_order
-from kvcompile.models import AttentionLayer, Inventory, take_inventory
+from kvcompile.models import AttentionLayer, Inventory, check_quantization, take_inventory
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.ir import IR
 from kvcompile.scheme import RowCodec, Scheme, group_size
@@ -21,6 +21,8 @@ class InventoryPass:
     2. Every compiled layer must fit the scheme: groups divide the head, Hadamard orders exist.
     3. Where a gate stands between attention and W_O, the rotation of values cannot be folded: the scheme that goes on from
        here, and into the manifest, applies it online.
+    4. Pre-quantized W_V and W_O that cannot be folded make the result an overlay.
+    5. Where the model has to run, pre-quantized weights must be of a method that transformers can run on this device.
     """
 
     name: ClassVar[str] = "inventory"
@@ -36,7 +38,10 @@ class InventoryPass:
         inventory = take_inventory(ir.checkpoint)
         scheme = ir.scheme.with_online_values() if any(x.gated for x in inventory.compiled) else ir.scheme
         check_scheme(scheme, inventory)
-        return PassResult(replace(ir, inventory=inventory, scheme=scheme), modified=True)
+        weights = ir.weights if inventory.foldable else "overlay"
+        if scheme.calibrates() or (weights == "fold" and scheme.folds_values()):
+            check_quantization(ir.checkpoint.path, context.device)
+        return PassResult(replace(ir, inventory=inventory, scheme=scheme, weights=weights), modified=True)
 
     def ensures(self, ir: IR) -> str | None:
         """At least one layer is compiled."""

@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from kvcompile.calibration import AttentionSample
+from kvcompile.checkpoint import dequantized
 from kvcompile.errors import CheckpointError
-from kvcompile.models import AttentionLayer
+from kvcompile.models import AttentionLayer, head_grams
 from kvcompile.passes.coding import HalfCoding, history_slice
 from kvcompile.passes.ir import IR
 
@@ -56,16 +57,16 @@ class OutputError:
 
 
 def output_gram(ir: IR, layer: AttentionLayer) -> Tensor:
-    """float64 ``[K, D, D]``: ``sum_h W_O,h^T W_O,h`` over the query heads h of each KV head.
+    """float64 ``[K, D, D]``: `head_grams` of a layer's W_O, from the checkpoint, or where that is packed from calibration.
 
     Raises CheckpointError for a W_O that holds NaN or infinity.
     """
-    weight = ir.checkpoint.load(layer.o_weight).double()
+    if (found := ir.statistics.get(f"layers.{layer.index}.output_gram")) is not None:
+        return found
+    weight = dequantized(ir.checkpoint, layer.o_weight)
     if not weight.isfinite().all():
         raise CheckpointError(
             f"tensor {layer.o_weight} (layer {layer.index}) in {ir.checkpoint.path} holds NaN or infinity; "
             "repair the checkpoint"
         )
-    w_OKGD = weight.unflatten(1, (layer.num_key_value_heads, -1, layer.head_dim))
-    w_KXD = w_OKGD.permute(1, 0, 2, 3).flatten(1, 2)
-    return w_KXD.mT @ w_KXD
+    return head_grams(weight, layer)

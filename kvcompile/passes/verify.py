@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcompile.calibration import OBSERVER, read_corpus, tokenize_corpus
-from kvcompile.checkpoint import DTYPES
+from kvcompile.checkpoint import edited_dtype
 from kvcompile.models import decoder_of, load_model, load_tokenizer
 from kvcompile.models.agreement import check_logits, check_projections, compare_logits, logits_of, projections
 from kvcompile.passes.base import Context, PassResult
@@ -38,14 +38,16 @@ class VerifyPass:
         """Check, and record the largest projection error, the relative logit error and the KL."""
         if not ir.folds:
             return PassResult(ir, modified=False)
-        model = context.models.pop("source", None) or load_model(ir.checkpoint.path, OBSERVER, context.device)
+        model = context.models.pop("source", None) or load_model(
+            ir.checkpoint.path, OBSERVER, context.device, dequantize=True
+        )
         corpus = read_corpus(None)
         ids = tokenize_corpus(corpus, load_tokenizer(ir.checkpoint.path), VERIFY_TOKENS, VERIFY_TOKENS)[0]
         ids = ids[: ir.layers().max_positions]
         before = logits_of(model, ids)
         worst = self._apply_and_probe(ir, context, model)
         found = compare_logits(before, logits_of(model, ids))
-        dtypes = {DTYPES[ir.checkpoint.entries[fold.tensor].dtype] for fold in ir.folds}
+        dtypes = {edited_dtype(ir.checkpoint, fold.tensor) for fold in ir.folds}
         check_logits(found, dtypes, ir.checkpoint.path)
         summary = {"fold_projection_error": worst, "fold_logit_error": found.relative_error, "fold_kl": found.kl}
         return PassResult(replace(ir, summary={**ir.summary, **summary}), modified=True)
@@ -61,7 +63,9 @@ class VerifyPass:
         decoder: Any = decoder_of(model)
         for layer in context.track(ir.layers().compiled, "verify", "layer", lambda _: 1):
             source = projections(ir.checkpoint, layer)
-            edited = {name: edits[name](tensor).to(tensor.dtype) for name, tensor in source.items()}
+            edited = {
+                name: edits[name](tensor).to(edited_dtype(ir.checkpoint, name)) for name, tensor in source.items()
+            }
             worst = max(worst, check_projections(layer, source, edited))
             with torch.no_grad():
                 # Above the layer a checkpoint may name things otherwise than the model does.
