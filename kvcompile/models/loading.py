@@ -72,6 +72,9 @@ def load_model(
             )
             if hasattr(loaded[0], "ct_decompress_hook"):  # what compressed-tensors would do in the first forward pass
                 loaded[0].hf_quantizer.compressor.decompress_model(loaded[0])
+            for module in loaded[0].modules() if dequantize else ():
+                if hasattr(module, "quantization_scheme"):  # transformers 5.17 would still quantize activations
+                    module.quantization_enabled = False
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
             raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
     model, info = loaded
