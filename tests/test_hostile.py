@@ -386,3 +386,18 @@ def test_drawn_schemes(text: str, tmp_path: Path, capsys: Capsys) -> None:
     path.write_text(text, "utf-8", errors="surrogatepass")
     judge(capsys, repr(text), "schemes", "validate", path)
     judge(capsys, repr(text), "schemes", "validate", "kvc-int2", "--set", text.replace("\0", ""))
+
+
+@pytest.mark.parametrize("name", ["../{}", "sub/{}", "{}/{}", "kvcompile.safetensors", "weights"])
+def test_shards_lie_beside_their_index(name: str, sharded: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """Also where the file that is named is a whole shard."""
+    folder = Path(shutil.copytree(sharded, tmp_path / "x"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = index["weight_map"]["lm_head.weight"]
+    named = name.format(tmp_path, shard) if name.startswith("{}") else name.format(shard)
+    (folder / named).parent.mkdir(exist_ok=True)
+    (folder / shard).rename(folder / named)
+    weight_map = {tensor: named if file == shard else file for tensor, file in index["weight_map"].items()}
+    hostile.edit("model.safetensors.index.json", ("weight_map",), weight_map)(folder)
+    for command in (("inspect", folder), ("convert", folder, "-o", tmp_path / "out", "--dry-run")):
+        assert "which is no safetensors file beside it" in judge(capsys, name, *command).error
