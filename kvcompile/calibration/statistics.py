@@ -127,17 +127,15 @@ class LayerStatistics:
 
 
 class Recorder:
-    """Collects the statistics of the layers it was made for; other layers pass through unseen. `seconds` is its time.
+    """Collects the statistics of the layers that are wanted; others pass through unseen. `seconds` is its time.
 
     `targets` are of query (C_Q), score_value (C_S), score_weighted (V^T diag(w) V), key and value. Of the first `sequences`
     sequences an attention sample of `length` tokens is kept, whose first `head` tokens are the sequence's own first, with
     the last `queries` queries.
     """
 
-    def __init__(
-        self, layers: dict[int, int], targets: frozenset[str], sequences: int, length: int, head: int, queries: int
-    ):
-        self.num_kv_of_layer, self.targets = layers, targets
+    def __init__(self, wanted: set[int], targets: frozenset[str], sequences: int, length: int, head: int, queries: int):
+        self.wanted, self.targets = wanted, targets
         self.sequences, self.length, self.head, self.queries = sequences, length, head, queries
         self.layers: dict[int, LayerStatistics] = {}
         self.seconds = 0.0
@@ -154,10 +152,10 @@ class Recorder:
         sinks_H: Tensor | None = None,
     ) -> None:
         """Take in one attention call of layer `index`."""
-        if index not in self.num_kv_of_layer:
+        if index not in self.wanted:
             return
         started = time.perf_counter()
-        num_kv = self.num_kv_of_layer[index]
+        num_kv = k_BKTD.shape[1]
         if index not in self.layers:
             moments = {t: Moments.zeros(num_kv, q_BHTD.shape[-1], q_BHTD.device) for t in sorted(self.targets)}
             self.layers[index] = LayerStatistics(moments)
@@ -178,6 +176,11 @@ class Recorder:
             sinks_H = None if sinks_H is None else sinks_H.detach().cpu().clone()
             layer.parts.append(replace(sample, softcap=softcap, sinks_H=sinks_H))
         self.seconds += time.perf_counter() - started
+
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Hand over what a layer has shown, under the names that the IR uses; nothing where it was not observed."""
+        layer = self.layers.pop(index, None)
+        return {} if layer is None else layer.tensors(index) | layer.sample().tensors(index)
 
     def _sample(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> AttentionSample:
         """Copies of the first and last tokens, so that the activations themselves can go."""

@@ -5,13 +5,13 @@ byte by construction. The copy is a reflink or an in-kernel copy where the file 
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvcompile.checkpoint.copying import copy_file
 from kvcompile.checkpoint.reader import DTYPES, INDEX_NAME, Checkpoint
 
 Edit = Callable[[Tensor], Tensor]
@@ -25,7 +25,7 @@ def write_patched(
     digests = {}
     for shard in shards:
         target = destination / shard.name
-        shutil.copyfile(shard, target)
+        copy_file(shard, target)
         target.chmod(0o644)
         with open(target, "r+b") as file:
             for name, entry in sorted(source.entries.items(), key=lambda item: item[1].begin):
@@ -44,7 +44,7 @@ def copy_companions(source: Checkpoint, destination: Path) -> None:
     """Copy config, tokenizer, index and the like unchanged."""
     index = source.path / INDEX_NAME
     for file in [*source.companions(), *([index] if index.exists() else [])]:
-        shutil.copyfile(file, destination / file.name)
+        copy_file(file, destination / file.name)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

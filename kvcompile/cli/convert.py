@@ -26,6 +26,12 @@ from kvcompile.scheme import DEFAULT_SCHEME
 @click.option("--calibration-tokens", type=click.IntRange(1), help="Tokens to calibrate on  [default: the scheme's].")
 @click.option("--seed", default=0, show_default=True, help="Order in which calibration documents are drawn.")
 @click.option("--device", default="cpu", show_default=True, help="Where calibration runs, for example cuda.")
+@click.option("--device-map", help="Spread the model over several devices in this process, for example auto.")
+@click.option("--low-memory/--no-low-memory", default=None,
+              help="Keep one decoder layer in memory at a time  [default: where the weights would not fit].")  # fmt: skip
+@click.option(
+    "--spill", is_flag=True, help="With --low-memory, also keep hidden states between layers in files beside OUT."
+)
 @click.option("--weights", type=click.Choice(["fold", "overlay"]), default="fold", show_default=True,
               help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights.")  # fmt: skip
 @click.option("--import-rotations", nargs=2, type=click.Path(path_type=Path), metavar="K.pt V.pt",
@@ -45,6 +51,9 @@ def convert_command(
     calibration_tokens: int | None,
     seed: int,
     device: str,
+    device_map: str | None,
+    low_memory: bool | None,
+    spill: bool,
     weights: str,
     import_rotations: tuple[Path, Path] | None,
     dry_run: bool,
@@ -76,6 +85,9 @@ def convert_command(
         calibration_tokens=calibration_tokens,
         seed=seed,
         device=device,
+        device_map=device_map,
+        low_memory=low_memory,
+        spill=spill,
         weights="overlay" if weights == "overlay" else "fold",
         import_rotations=import_rotations,
         dry_run=dry_run,

@@ -32,16 +32,19 @@ def resolve_device(name: str | torch.device) -> torch.device:
     raise KvCompileError("device 'meta' holds no data; try --device cpu")
 
 
-def load_model(path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto") -> PreTrainedModel:
+def load_model(
+    path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto", **spread: str
+) -> PreTrainedModel:
     """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
 
-    Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint
-    or has another shape there: transformers would fill it with random numbers.
+    `spread` is `device_map` or `tp_plan`, with which transformers puts it onto several devices instead. Raises
+    CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint or has
+    another shape there: transformers would fill it with random numbers.
     """
     device = resolve_device(device)
-    with _quiet():
+    with quiet():
         try:
-            loaded: Any = _auto_class(path).from_pretrained(
+            loaded: Any = auto_class(path).from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -50,10 +53,17 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **spread,
             )
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
-            raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
+            raise CheckpointError(f"transformers cannot load the model in {path}: {first_line(error)}") from error
     model, info = loaded
+    check_loaded(info, path)
+    return (model if spread else model.to(device)).eval()
+
+
+def check_loaded(info: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for what transformers says of absent tensors and of shapes when it loads the model at `path`."""
     if info["missing_keys"]:
         raise CheckpointError(
             f"tensor {min(info['missing_keys'])} of the model is missing from {path}; download it again"
@@ -63,7 +73,6 @@ def load_model(path: Path, attention: str, device: str | torch.device = "cpu", d
         raise CheckpointError(
             f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
-    return model.to(device).eval()
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -72,7 +81,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
-def _auto_class(path: Path) -> Any:
+def auto_class(path: Path) -> Any:
     """What builds the class that config.json names: some model types have one with a vision tower and one without."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
@@ -84,7 +93,7 @@ def resolve_config(path: Path) -> dict[str, Any]:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # as above
-        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {_first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {first_line(error)}") from error
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -93,12 +102,12 @@ def load_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{path} has no tokenizer that transformers can load ({_first_line(error)}); copy the tokenizer files there"
+            f"{path} has no tokenizer that transformers can load ({first_line(error)}); copy the tokenizer files there"
         ) from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without progress bars and load reports: what matters of them becomes an error of ours."""
     logging = transformers.utils.logging
     bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -112,6 +121,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """An exception of somebody else's in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__

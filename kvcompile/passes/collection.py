@@ -7,16 +7,19 @@ forward pass can collect the union of what several schemes need, and each takes 
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcompile.artifact import CalibrationRecord
 from kvcompile.calibration import OBSERVER, Corpus, Recorder, recording, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CheckpointError
-from kvcompile.models import AttentionLayer, Inventory, decoder_of, load_model, load_tokenizer
+from kvcompile.models import AttentionLayer, Inventory, decoder_of, load_tokenizer
+from kvcompile.models.forwards import Forward
 from kvcompile.passes.base import Context
 from kvcompile.passes.memory import release_memory
 
@@ -139,30 +142,38 @@ def collect(
     sequences = tokenize_corpus(text.corpus, load_tokenizer(checkpoint.path), text.tokens, text.sequence_length)
     release_memory()
     started = time.perf_counter()
-    model = load_model(checkpoint.path, OBSERVER, context.device)
+    source = context.placement.open_model(checkpoint, inventory, OBSERVER)
     context.costs["load"] = time.perf_counter() - started
-    embeddings: Any = model.get_input_embeddings()
+    embeddings: Any = source.model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     if int(max(s.max() for s in sequences)) >= vocabulary:
         raise CheckpointError(f"the tokenizer in {checkpoint.path} has ids beyond the model's {vocabulary} embeddings")
-    context.models["source"] = model
-    layers = {layer.index: layer.num_key_value_heads for layer in inventory.compiled}
+    context.models["source"] = source
+    layers = {layer.index for layer in inventory.compiled}
     recorder = Recorder(layers, wanted.targets, wanted.sequences, wanted.length, wanted.head, wanted.queries)
     batches = _batches(sequences, text.batch)
     starts = torch.tensor([text.start(i) for i in range(len(sequences))]).split([len(batch) for batch in batches])
-    started = time.perf_counter()
-    with torch.inference_mode(), recording(recorder):
-        for batch, start in context.track(
-            list(zip(batches, starts, strict=True)), "calibrate", "tok", lambda b: b[0].numel()
-        ):
-            positions_BT = start[:, None] + torch.arange(batch.shape[1])
-            decoder_of(model)(batch.to(context.device), position_ids=positions_BT.to(context.device), use_cache=False)
-    context.costs["forward"] = time.perf_counter() - started - recorder.seconds
     statistics: dict[str, Tensor] = {}
-    for index, layer in sorted(recorder.layers.items()):
-        statistics |= layer.tensors(index)
-        statistics |= layer.sample().tensors(index)
+
+    def leaving(layer: int) -> None:
+        statistics.update((name, context.placement.keep(tensor)) for name, tensor in recorder.take(layer).items())
+
+    forwards = [
+        Forward(partial(_observe, source.model, ids_BT, start_B), ids_BT.numel())
+        for ids_BT, start_B in zip(batches, starts, strict=True)
+    ]
+    started = time.perf_counter()
+    with recording(recorder):
+        source.run(forwards, "calibrate", context.track, leaving=leaving)
+    context.costs["forward"] = time.perf_counter() - started - recorder.seconds
     return statistics
+
+
+@torch.inference_mode()
+def _observe(model: PreTrainedModel, ids_BT: Tensor, start_B: Tensor) -> None:
+    """A forward pass without the head, over sequences whose first positions are `start_B`."""
+    positions_BT = start_B[:, None] + torch.arange(ids_BT.shape[1])
+    decoder_of(model)(ids_BT.to(model.device), position_ids=positions_BT.to(model.device), use_cache=False)
 
 
 def _batches(sequences: list[Tensor], size: int) -> list[Tensor]:

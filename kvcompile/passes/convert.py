@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,17 +10,19 @@ from safetensors import SafetensorError
 
 from kvcompile.artifact import Manifest, read_manifest
 from kvcompile.calibration import read_corpus
-from kvcompile.checkpoint import open_checkpoint
+from kvcompile.checkpoint import Checkpoint, open_checkpoint
 from kvcompile.errors import (
     ArtifactError,
     CalibrationError,
     CheckpointError,
+    KvCompileError,
     OutputError,
     PassError,
     SchemeError,
     VerificationError,
 )
 from kvcompile.models import resolve_device, take_inventory
+from kvcompile.models.placement import Placement, available_memory, fits
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
 from kvcompile.passes.calibrate import CalibratePass
 from kvcompile.passes.collection import CalibrationText, Collection, SharedStatistics, collect
@@ -71,6 +73,9 @@ def convert(
     track: Callable[..., Iterable[Any]] | None = None,
     statistics: SharedStatistics | None = None,
     import_rotations: tuple[str | Path, str | Path] | None = None,
+    low_memory: bool | None = None,
+    spill: bool = False,
+    device_map: str | None = None,
 ) -> Conversion:
     """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
 
@@ -78,7 +83,9 @@ def convert(
     output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
     `dry_run` stops after the inventory. `statistics` (from `collect_statistics`) spare the forward pass and change nothing
     else. `import_rotations` are files of the OSCAR research fork (keys, values) whose matrices replace those that the scheme
-    would solve. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    would solve. `low_memory` keeps one decoder layer in memory at a time (by itself where the checkpoint would not fit), and
+    with `spill` hidden states in files beside the output; `device_map` ("auto") spreads the model over several devices.
+    None of this changes a number. Raises a KvCompileError whose message says what is wrong, where, and what to do.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
@@ -99,7 +106,8 @@ def convert(
     steps = build_passes(scheme, given)
     _check_order(scheme, stop_after)
     ir = IR(checkpoint, scheme, weights, read_rotations(*import_rotations) if import_rotations else None)
-    context = Context(resolve_device(device), workspace.staging)
+    placement = _placement(checkpoint, device, low_memory, spill, device_map, instruments)
+    context = Context(replace(placement, scratch=workspace.root), workspace.staging)
     if track is not None:
         context.track = track
     timing, peak = Timing(), PeakMemory()
@@ -188,11 +196,43 @@ def collect_statistics(
                 needs[text] = needs[text] | wanted if text in needs else wanted
     shared = SharedStatistics(checkpoint)
     for text, wanted in needs.items():
-        context = Context(resolve_device(device), Path())
+        context = Context(Placement(resolve_device(device)), Path())
         if track is not None:
             context.track = track
         shared.add(text, wanted, collect(checkpoint, inventory, text, wanted, context))
     return shared
+
+
+def _placement(
+    checkpoint: Checkpoint,
+    device: str,
+    low_memory: bool | None,
+    spill: bool,
+    device_map: str | None,
+    instruments: Sequence[Instrument],
+) -> Placement:
+    """Where the model's weights are to be; decides, and says so, where the user has not. Raises KvCompileError."""
+    if device_map is not None:
+        if low_memory or spill:
+            raise KvCompileError(
+                "--device-map spreads all weights over devices, --low-memory and --spill keep one layer; choose one"
+            )
+        if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
+            raise KvCompileError(
+                f"device_map is 'auto', 'balanced', 'balanced_low_0' or 'sequential', not '{device_map}'"
+            )
+        return Placement(resolve_device(device), device_map=device_map)
+    target = resolve_device(device)
+    streamed = low_memory or spill
+    if low_memory is None and not spill and not fits(checkpoint.nbytes, target):
+        streamed = True
+        text = (
+            f"low memory: {checkpoint.nbytes / 1e9:.1f} GB of weights do not fit comfortably into "
+            f"{available_memory(target) / 1e9:.1f} GB, so one decoder layer is loaded at a time"
+        )
+        for instrument in instruments:
+            instrument.note(text)
+    return Placement(target, bool(streamed), spill)
 
 
 def _check_order(scheme: Scheme, stop_after: str | None) -> None:
