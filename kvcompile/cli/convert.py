@@ -7,8 +7,10 @@ from rich.console import Console
 
 from kvcompile.cli.console import ConsoleInstrument, cost_table, tracker
 from kvcompile.errors import OutputError
+from kvcompile.passes.collection import assist
 from kvcompile.passes.convert import convert
 from kvcompile.passes.dump import DumpIR
+from kvcompile.passes.ranks import Ranks
 from kvcompile.scheme import DEFAULT_SCHEME
 
 
@@ -68,7 +70,12 @@ def convert_command(
     Example:
       kvcompile convert path/to/model --scheme oscar-int2 -o out/
       kvcompile convert path/to/model --scheme oscar-int2 -o out/ --set key.rotation.scope=layer
+      torchrun --nproc-per-node 2 -m kvcompile convert path/to/model -o out/
     """
+    ranks = Ranks() if Ranks.expected() else None
+    if ranks is not None and ranks.rank > 0:
+        assist(ranks)
+        return
     console = Console(stderr=True)
     try:
         instruments = [ConsoleInstrument(console), *([DumpIR(dump_ir)] if dump_ir else [])]
@@ -96,7 +103,10 @@ def convert_command(
         stop_after=stop_after,
         instruments=instruments,
         track=tracker(console),
+        ranks=ranks,
     )
+    if ranks is not None:
+        ranks.dismiss()
     if result.manifest is None:
         layers = result.ir.layers()
         state = "dry run" if dry_run else f"stopped after {stop_after}"

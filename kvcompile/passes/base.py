@@ -14,6 +14,7 @@ from kvcompile.errors import KvCompileError, PassError
 from kvcompile.models.placement import Placement
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import release_memory
+from kvcompile.passes.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -28,7 +29,8 @@ class Context:
 
     `track(items, description, unit, size)` iterates and shows progress; `staging` is where emit writes; `models` lets
     calibrate and verify share one loaded model, which the pipeline drops at the end; `costs` takes the seconds of work that
-    is not kvcompile's own (loading, the plain forward pass). `placement` says where the weights of a model are while it runs.
+    is not kvcompile's own (loading, the plain forward pass). `placement` says where the weights of a model are while it runs; `ranks` are the
+    processes that calibrate together, where there are several.
     """
 
     placement: Placement
@@ -36,6 +38,7 @@ class Context:
     track: Callable[..., Iterable[Any]] = _untracked
     models: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
+    ranks: Ranks | None = None
 
     @property
     def device(self) -> torch.device:

@@ -6,8 +6,9 @@ forward pass can collect the union of what several schemes need, and each takes 
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from kvcompile.artifact import CalibrationRecord
 from kvcompile.calibration import OBSERVER, Corpus, Recorder, recording, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import CheckpointError
-from kvcompile.models import AttentionLayer, Inventory, decoder_of, load_tokenizer
+from kvcompile.models import AttentionLayer, Inventory, decoder_of, load_tokenizer, take_inventory
 from kvcompile.models.forwards import Forward
 from kvcompile.passes.base import Context
 from kvcompile.passes.memory import release_memory
+from kvcompile.passes.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,37 @@ def collect(
 ) -> dict[str, Tensor]:
     """Run the model over the text once: ``layers.{i}.{target}``, means and attention samples of every compiled layer.
 
-    The language-model head is not run. The loaded model stays in `context.models`. Raises CalibrationError or
+    The language-model head is not run. The loaded model stays in `context.models`, unless several processes have parts of it. Raises CalibrationError or
     CheckpointError for text or a tokenizer that cannot be used.
     """
     sequences = tokenize_corpus(text.corpus, load_tokenizer(checkpoint.path), text.tokens, text.sequence_length)
+    if context.ranks is None:
+        return _observe(checkpoint, inventory, text, sequences, wanted, context)
+    ranks = context.ranks
+    ranks.call((checkpoint.path, text, sequences, wanted))
+    ours = replace(context, placement=ranks.placement(), models={})
+    return ranks.gather(_observe(checkpoint, inventory, text, sequences, wanted, ours), inventory)
+
+
+def assist(ranks: Ranks) -> None:
+    """What a process other than rank 0 does: observe its heads whenever rank 0 collects, until rank 0 is done."""
+    while (task := ranks.call(None)) is not None:
+        path, text, sequences, wanted = task
+        checkpoint = Checkpoint(path)
+        inventory = take_inventory(checkpoint)
+        context = Context(ranks.placement(), Path())
+        ranks.gather(_observe(checkpoint, inventory, text, sequences, wanted, context), inventory)
+
+
+def _observe(
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    text: CalibrationText,
+    sequences: list[Tensor],
+    wanted: Collection,
+    context: Context,
+) -> dict[str, Tensor]:
+    """Load the model and collect; where it is split over processes, of the heads that this one holds."""
     release_memory()
     started = time.perf_counter()
     source = context.placement.open_model(checkpoint, inventory, OBSERVER)
@@ -159,7 +188,7 @@ def collect(
         statistics.update((name, context.placement.keep(tensor)) for name, tensor in recorder.take(layer).items())
 
     forwards = [
-        Forward(partial(_observe, source.model, ids_BT, start_B), ids_BT.numel())
+        Forward(partial(_forward, source.model, ids_BT, start_B), ids_BT.numel())
         for ids_BT, start_B in zip(batches, starts, strict=True)
     ]
     started = time.perf_counter()
@@ -170,7 +199,7 @@ def collect(
 
 
 @torch.inference_mode()
-def _observe(model: PreTrainedModel, ids_BT: Tensor, start_B: Tensor) -> None:
+def _forward(model: PreTrainedModel, ids_BT: Tensor, start_B: Tensor) -> None:
     """A forward pass without the head, over sequences whose first positions are `start_B`."""
     positions_BT = start_B[:, None] + torch.arange(ids_BT.shape[1])
     decoder_of(model)(ids_BT.to(model.device), position_ids=positions_BT.to(model.device), use_cache=False)

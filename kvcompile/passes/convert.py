@@ -30,6 +30,7 @@ from kvcompile.passes.imported import read_rotations
 from kvcompile.passes.inventory import check_scheme
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
+from kvcompile.passes.ranks import Ranks
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
 from kvcompile.passes.workspace import StageStore, Workspace
 from kvcompile.scheme import DEFAULT_SCHEME, Scheme, load_scheme
@@ -76,6 +77,7 @@ def convert(
     low_memory: bool | None = None,
     spill: bool = False,
     device_map: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Conversion:
     """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
 
@@ -85,7 +87,7 @@ def convert(
     else. `import_rotations` are files of the OSCAR research fork (keys, values) whose matrices replace those that the scheme
     would solve. `low_memory` keeps one decoder layer in memory at a time (by itself where the checkpoint would not fit), and
     with `spill` hidden states in files beside the output; `device_map` ("auto") spreads the model over several devices.
-    None of this changes a number. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    None of this changes a number. `ranks` are processes that `assist` in calibration, each with its share of every layer. Raises a KvCompileError whose message says what is wrong, where, and what to do.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
@@ -107,7 +109,7 @@ def convert(
     _check_order(scheme, stop_after)
     ir = IR(checkpoint, scheme, weights, read_rotations(*import_rotations) if import_rotations else None)
     placement = _placement(checkpoint, device, low_memory, spill, device_map, instruments)
-    context = Context(replace(placement, scratch=workspace.root), workspace.staging)
+    context = Context(replace(placement, scratch=workspace.root), workspace.staging, ranks=ranks)
     if track is not None:
         context.track = track
     timing, peak = Timing(), PeakMemory()
@@ -120,6 +122,8 @@ def convert(
     steps = steps[1:]
     if ir.imported is not None:
         ir.imported.check(checkpoint, scheme, ir.layers())
+    if ranks is not None:
+        ranks.check(checkpoint, ir.layers())
     if dry_run or stop_after == "inventory":
         return result(ir, None)
     corpus = read_corpus(given.text, given.field, given.seed)
