@@ -2,10 +2,11 @@
 
     python -m benchmarks.size --out benchmarks/results/cpu
 
-Makes llama-like checkpoints with random BF16 weights in shards of 2 GB (layers of 354 MB, 4096 wide), converts each with the
+Makes llama-like checkpoints with random BF16 weights in shards of 2 GB (layers of 625 MB, 4096 wide), converts each with the
 default scheme, verification included, in a process of its own under RLIMIT_DATA, the kernel's limit on private memory, and
 deletes it; one decoder layer is in memory at a time. `--resident` sizes are converted without a
-limit and with all weights in memory, for comparison. Memory is that of the whole process, imports included, sampled every
+limit and with all weights in memory, for comparison. `--out` adds to the rows that are there; `--sizes "" --resident ""` only
+draws them. Memory is that of the whole process, imports included, sampled every
 20 ms: resident memory, and the part of it that is not a file's (what the system cannot take back).
 """
 
@@ -33,7 +34,7 @@ from kvcompile.evaluate.pictures import COLOURS, STYLE
 EXAMPLE = Path(__file__).parents[1] / "examples" / "checkpoint"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 4096, "hidden_size": 4096,
-    "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 22016, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 0,
     "tie_word_embeddings": False, "rope_theta": 1e4,
 }  # fmt: skip
@@ -108,7 +109,8 @@ def measure(model: Path, out: Path, tokens: int, threads: int, limit: float | No
 
 def table(rows: list[dict]) -> list[str]:
     lines = [
-        "| checkpoint, GB | layers | weights in memory | limit, GB | seconds | calibrate | verify | emit | peak RSS, GB | private, GB |",
+        "| checkpoint, GB | layers | weights in memory | limit, GB | seconds | calibrate | verify | emit "
+        "| peak RSS, GB | private, GB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -155,32 +157,45 @@ def main() -> None:
     options = parser.parse_args()
     wanted = [(float(size), options.limit * 1e9) for size in options.sizes.split(",") if size]
     wanted += [(float(size), None) for size in options.resident.split(",") if size]
-    rows = []
-    for size in sorted({size for size, _ in wanted}):
+    recorded = options.out / "size.jsonl" if options.out else None
+    rows = read(recorded) if recorded and recorded.exists() else []
+    for size in dict.fromkeys(size for size, _ in wanted):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             model = Path(folder) / "model"
             layers = make_checkpoint(model, size)
             for limit in [limit for other, limit in wanted if other == size]:
                 out = Path(folder) / "out"
-                row = {"layers": layers, **measure(model, out, options.tokens, options.threads, limit)}
+                row = {
+                    "layers": layers, "tokens": options.tokens, "threads": options.threads,
+                    "machine": platform.processor() or platform.machine(), "torch": torch.__version__,
+                    "transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d"),
+                    **measure(model, out, options.tokens, options.threads, limit),
+                }  # fmt: skip
                 shutil.rmtree(out)
                 rows.append(row)
                 print(table([row])[-1], flush=True)
+                if recorded:
+                    recorded.parent.mkdir(parents=True, exist_ok=True)
+                    with recorded.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    rows.sort(key=lambda row: (row["limit"] is None, row["bytes"]))
+    first = rows[0]
     lines = [
-        f"# Size of the checkpoint against time and memory ({options.tokens} calibration tokens, verification included)",
+        f"# Size of the checkpoint against time and memory ({first['tokens']} calibration tokens, verification included)",
         "",
-        f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}; "
-        f"`python -m benchmarks.size {' '.join(sys.argv[1:])}`",
+        f"{first['machine']}, {first['threads']} threads, torch {first['torch']}, transformers {first['transformers']}, "
+        f"{first['date']}; `python -m benchmarks.size --tokens {first['tokens']} --threads {first['threads']}`",
         "",
         *table(rows),
     ]
     print("\n".join(lines))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "size.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (options.out / "size.md").write_text("\n".join(lines) + "\n")
-        draw(rows, options.out / "size.jsonl")
+    if recorded:
+        recorded.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        draw(rows, recorded)
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 if __name__ == "__main__":

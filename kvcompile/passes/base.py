@@ -29,8 +29,8 @@ class Context:
 
     `track(items, description, unit, size)` iterates and shows progress; `staging` is where emit writes; `models` lets
     calibrate and verify share one loaded model, which the pipeline drops at the end; `costs` takes the seconds of work that
-    is not kvcompile's own (loading, the plain forward pass). `placement` says where the weights of a model are while it runs; `ranks` are the
-    processes that calibrate together, where there are several.
+    is not kvcompile's own (loading, the plain forward pass). `placement` says where the weights of a model are while it
+    runs; `ranks` are the processes that calibrate together, where there are several.
     """
 
     placement: Placement

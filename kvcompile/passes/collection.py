@@ -138,8 +138,8 @@ def collect(
 ) -> dict[str, Tensor]:
     """Run the model over the text once: ``layers.{i}.{target}``, means and attention samples of every compiled layer.
 
-    The language-model head is not run. The loaded model stays in `context.models`, unless several processes have parts of it. Raises CalibrationError or
-    CheckpointError for text or a tokenizer that cannot be used.
+    The language-model head is not run. The loaded model stays in `context.models`, unless several processes have parts of
+    it. Raises CalibrationError or CheckpointError for text or a tokenizer that cannot be used.
     """
     sequences = tokenize_corpus(text.corpus, load_tokenizer(checkpoint.path), text.tokens, text.sequence_length)
     if context.ranks is None:

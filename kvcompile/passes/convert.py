@@ -85,9 +85,11 @@ def convert(
     output appears whole, by a rename, or not at all; an interrupted run keeps its finished stages for `resume`.
     `dry_run` stops after the inventory. `statistics` (from `collect_statistics`) spare the forward pass and change nothing
     else. `import_rotations` are files of the OSCAR research fork (keys, values) whose matrices replace those that the scheme
-    would solve. `low_memory` keeps one decoder layer in memory at a time (by itself where the checkpoint would not fit), and
-    with `spill` hidden states in files beside the output; `device_map` ("auto") spreads the model over several devices.
-    None of this changes a number. `ranks` are processes that `assist` in calibration, each with its share of every layer. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+    would solve. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+
+    Where weights are while the model runs changes no number: `low_memory` keeps one decoder layer in memory at a time (by
+    itself where the checkpoint would not fit), with `spill` hidden states in files beside the output; `device_map` ("auto")
+    spreads the model over several devices. `ranks` are processes that `assist`, each with its share of every layer.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
