@@ -70,6 +70,11 @@ class AttentionSample:
         """How this layer's products become weights."""
         return Softmax(self.scaling, self.softcap, self.sinks_H)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of queries X and tokens T of every sequence."""
+        return self.q_SKXD.shape[2], self.k_SKTD.shape[2]
+
     def weights(self, k_SKTD: Tensor) -> Tensor:
         """Attention weights ``[S, K, X, T]`` of the sample's queries over these keys; each query sees all of them."""
         logits_SKXT = self.softmax.logits(self.q_SKXD @ k_SKTD.mT)
@@ -174,7 +179,8 @@ class Recorder:
         if wanted > 0:
             sample = self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling)
             sinks_H = None if sinks_H is None else sinks_H.detach().cpu().clone()
-            layer.parts.append(replace(sample, softcap=softcap, sinks_H=sinks_H))
+            if not layer.parts or sample.shape == layer.parts[0].shape:  # a shorter last sequence does not stack
+                layer.parts.append(replace(sample, softcap=softcap, sinks_H=sinks_H))
         self.seconds += time.perf_counter() - started
 
     def take(self, index: int) -> dict[str, Tensor]:
