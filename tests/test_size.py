@@ -142,7 +142,7 @@ def test_streamed_memory_is_bounded(tmp_path: Path) -> None:
     nbytes = Checkpoint(source).nbytes
     assert nbytes > 280e6
     peaks = {how: peak_memory(source, tmp_path / how, how) for how in ("streamed", "resident")}
-    assert peaks["resident"] - peaks["streamed"] > 0.6 * nbytes
+    assert peaks["resident"] - peaks["streamed"] > 0.5 * nbytes
     assert contents(tmp_path / "streamed") == contents(tmp_path / "resident")
 
 
