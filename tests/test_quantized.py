@@ -117,6 +117,23 @@ def test_codes_are_folded(save: Save, dtype: torch.dtype, tmp_path: Path) -> Non
     assert kvcompile.generate(model, tokenizer, "Once upon a time", max_new_tokens=3).new_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["fp8 in float32, sharded", "fp8, biases", "int8"])
+def test_codes_are_streamed(name: str, tmp_path: Path) -> None:
+    """One layer at a time, decoded as it is read: the bytes of an artifact that was converted with all layers there."""
+    source = FOLDED[name][0](tmp_path / "model")
+    for out, low_memory in (("resident", False), ("streamed", True)):
+        kvcompile.convert(source, tmp_path / out, calibration_tokens=192, low_memory=low_memory)
+    assert contents(tmp_path / "resident") == contents(tmp_path / "streamed")
+    assert kvcompile.verify(tmp_path / "streamed", source, low_memory=True).logits is not None
+
+
+@pytest.mark.parametrize("how", ["--low-memory", "--spill", "--device-map=auto"])
+def test_packed_weights_are_not_streamed(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save_compressed(tmp_path / "model", scheme="int4")
+    assert "leave --" in refuse(capsys, "convert", source, "-o", tmp_path / "out", how)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("given", [None, ["lm_head"]])
 def test_config_lists_what_is_no_longer_fp8(given: list[str] | None, tmp_path: Path) -> None:
     """Without a list transformers spares the head; with one it must be told of everything that is a float matrix."""
@@ -250,7 +267,7 @@ def test_fp8_needs_kernels_to_run_as_fp8(kernels: bool, tmp_path: Path, monkeypa
         raise ValueError("far enough")
 
     source = save_fp8(tmp_path / "model")
-    monkeypatch.setattr(loading, "_auto_class", stop)
+    monkeypatch.setattr(loading, "auto_class", stop)
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: kernels or None)
     with pytest.raises(CheckpointError, match="far enough"):
         load_model(source, "sdpa")

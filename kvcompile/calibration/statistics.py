@@ -70,6 +70,11 @@ class AttentionSample:
         """How this layer's products become weights."""
         return Softmax(self.scaling, self.softcap, self.sinks_H)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of queries X and tokens T of every sequence."""
+        return self.q_SKXD.shape[2], self.k_SKTD.shape[2]
+
     def weights(self, k_SKTD: Tensor) -> Tensor:
         """Attention weights ``[S, K, X, T]`` of the sample's queries over these keys; each query sees all of them."""
         logits_SKXT = self.softmax.logits(self.q_SKXD @ k_SKTD.mT)
@@ -127,17 +132,15 @@ class LayerStatistics:
 
 
 class Recorder:
-    """Collects the statistics of the layers it was made for; other layers pass through unseen. `seconds` is its time.
+    """Collects the statistics of the layers that are wanted; others pass through unseen. `seconds` is its time.
 
     `targets` are of query (C_Q), score_value (C_S), score_weighted (V^T diag(w) V), key and value. Of the first `sequences`
     sequences an attention sample of `length` tokens is kept, whose first `head` tokens are the sequence's own first, with
     the last `queries` queries.
     """
 
-    def __init__(
-        self, layers: dict[int, int], targets: frozenset[str], sequences: int, length: int, head: int, queries: int
-    ):
-        self.num_kv_of_layer, self.targets = layers, targets
+    def __init__(self, wanted: set[int], targets: frozenset[str], sequences: int, length: int, head: int, queries: int):
+        self.wanted, self.targets = wanted, targets
         self.sequences, self.length, self.head, self.queries = sequences, length, head, queries
         self.layers: dict[int, LayerStatistics] = {}
         self.seconds = 0.0
@@ -154,10 +157,10 @@ class Recorder:
         sinks_H: Tensor | None = None,
     ) -> None:
         """Take in one attention call of layer `index`."""
-        if index not in self.num_kv_of_layer:
+        if index not in self.wanted:
             return
         started = time.perf_counter()
-        num_kv = self.num_kv_of_layer[index]
+        num_kv = k_BKTD.shape[1]
         if index not in self.layers:
             moments = {t: Moments.zeros(num_kv, q_BHTD.shape[-1], q_BHTD.device) for t in sorted(self.targets)}
             self.layers[index] = LayerStatistics(moments)
@@ -176,8 +179,14 @@ class Recorder:
         if wanted > 0:
             sample = self._sample(q_BHTD[:wanted], k_BKTD[:wanted], v_BKTD[:wanted], scaling)
             sinks_H = None if sinks_H is None else sinks_H.detach().cpu().clone()
-            layer.parts.append(replace(sample, softcap=softcap, sinks_H=sinks_H))
+            if not layer.parts or sample.shape == layer.parts[0].shape:  # a shorter last sequence does not stack
+                layer.parts.append(replace(sample, softcap=softcap, sinks_H=sinks_H))
         self.seconds += time.perf_counter() - started
+
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Hand over what a layer has shown, under the names that the IR uses; nothing where it was not observed."""
+        layer = self.layers.pop(index, None)
+        return {} if layer is None else layer.tensors(index) | layer.sample().tensors(index)
 
     def _sample(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scaling: float) -> AttentionSample:
         """Copies of the first and last tokens, so that the activations themselves can go."""

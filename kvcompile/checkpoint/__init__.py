@@ -4,6 +4,8 @@ from kvcompile.checkpoint.pickled import is_pickled, write_as_safetensors
 from kvcompile.checkpoint.quantized import (
     OUR_TAG,
     Storage,
+    decodes,
+    dense_bytes,
     dense_dtype,
     dequantized,
     edited_dtype,
@@ -15,12 +17,12 @@ from kvcompile.checkpoint.quantized import (
     with_unquantized,
 )
 from kvcompile.checkpoint.reader import DTYPES, Checkpoint, open_checkpoint
+from kvcompile.checkpoint.tensors import save_tensors, tensor_bytes
 from kvcompile.checkpoint.writer import (
     Edit,
     copy_companions,
     dropped_tensors,
     file_digest,
-    tensor_bytes,
     write_companions,
     write_patched,
 )
@@ -32,6 +34,8 @@ __all__ = [
     "Edit",
     "Storage",
     "copy_companions",
+    "decodes",
+    "dense_bytes",
     "dense_dtype",
     "dequantized",
     "dropped_tensors",
@@ -41,6 +45,7 @@ __all__ = [
     "open_checkpoint",
     "quant_method",
     "quantization",
+    "save_tensors",
     "scale_names",
     "storage",
     "stored_tensors",

@@ -5,6 +5,7 @@ layers alone. Shapes: N output rows, M input columns.
 """
 
 import copy
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -109,6 +110,20 @@ def dequantized(checkpoint: Checkpoint, name: str) -> Tensor:
             )
         s = s.repeat_interleave(block, axis).narrow(axis, 0, size)
     return w_NM * s
+
+
+def decodes(checkpoint: Checkpoint) -> bool:
+    """Whether every tensor can be read here as what the model means: floats, or codes with scales."""
+    plain = quant_method(checkpoint) is None
+    return plain or all(x.dtype in _FLOATS or scale_names(checkpoint, name) for name, x in checkpoint.entries.items())
+
+
+def dense_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all tensors, with codes that are read here as floats of the model's dtype."""
+    if quant_method(checkpoint) is None:
+        return checkpoint.nbytes
+    shapes = ((checkpoint.entries[name].shape, edited_dtype(checkpoint, name)) for name in checkpoint.entries)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 def edited_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:

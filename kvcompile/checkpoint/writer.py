@@ -5,27 +5,21 @@ byte by construction. The copy is a reflink or an in-kernel copy where the file 
 become floats is laid out anew: its codes grow, and their scales go.
 """
 
-import errno
 import hashlib
 import json
-import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from kvcompile.checkpoint.copying import copy_file
 from kvcompile.checkpoint.quantized import dequantized, edited_dtype, scale_names, with_unquantized
 from kvcompile.checkpoint.reader import DTYPES, INDEX_NAME, Checkpoint, TensorEntry, read_header
+from kvcompile.checkpoint.tensors import tensor_bytes, write_tensors
 from kvcompile.errors import CheckpointError
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors that a copy has from its target; any other is taken for one of the source."""
 
 Edit = Callable[[Tensor], Tensor]
 """Source tensor, dequantized, to edited tensor of the same shape, in any float dtype."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_patched(
@@ -72,16 +66,6 @@ def copy_companions(source: Checkpoint, destination: Path) -> None:
         copy_file(file, destination / file.name)
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy the content of a file of the source; raises CheckpointError when it cannot be read."""
-    try:
-        shutil.copyfile(source, target)
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise
-        raise CheckpointError(f"{source} cannot be copied to {target}: {error.strerror}") from error
-
-
 def write_companions(source: Checkpoint, destination: Path, edits: Iterable[str]) -> None:
     """Copy config, tokenizer, index and the like beside patched shards.
 
@@ -115,31 +99,13 @@ def _write_anew(
     edits: Mapping[str, Edit],
     payload: Callable[[str], bytes],
 ) -> None:
-    """A shard with these tensors, laid out as safetensors does it: wide types first, so that every tensor is aligned."""
-    dtypes = {n: edited_dtype(source, n) if n in edits else DTYPES[source.entries[n].dtype] for n in names}
-    names = sorted(names, key=lambda n: -dtypes[n].itemsize)
+    """A shard with these tensors, laid out anew."""
+    kinds = {
+        n: (edited_dtype(source, n) if n in edits else DTYPES[source.entries[n].dtype], source.shape(n)) for n in names
+    }
     with open(shard, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header, position = {key: value for key, value in header.items() if key == "__metadata__"}, 0
-    for name in names:
-        end = position + math.prod(source.shape(name)) * dtypes[name].itemsize
-        header[name] = {
-            "dtype": _DTYPE_NAMES[dtypes[name]],
-            "shape": source.shape(name),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(target, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(payload(name))
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The little-endian bytes of a tensor as safetensors stores them."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    write_tensors(target, kinds, payload, header.get("__metadata__", {}))
 
 
 def file_digest(path: Path) -> str:

@@ -17,6 +17,10 @@ class ConsoleInstrument(Instrument):
     def __init__(self, console: Console):
         self.console = console
 
+    def note(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
     def after(self, step: Pass, result: PassResult, seconds: float) -> None:
         """One line for the pass, one per layer after `clip`."""
         self.console.print(f"[bold]{step.name:<10}[/bold] {seconds:6.1f} s")

@@ -7,8 +7,10 @@ from rich.console import Console
 
 from kvcompile.cli.console import ConsoleInstrument, cost_table, tracker
 from kvcompile.errors import OutputError
+from kvcompile.passes.collection import assist
 from kvcompile.passes.convert import convert
 from kvcompile.passes.dump import DumpIR
+from kvcompile.passes.ranks import Ranks
 from kvcompile.scheme import DEFAULT_SCHEME
 
 
@@ -26,6 +28,12 @@ from kvcompile.scheme import DEFAULT_SCHEME
 @click.option("--calibration-tokens", type=click.IntRange(1), help="Tokens to calibrate on  [default: the scheme's].")
 @click.option("--seed", default=0, show_default=True, help="Order in which calibration documents are drawn.")
 @click.option("--device", default="cpu", show_default=True, help="Where calibration runs, for example cuda.")
+@click.option("--device-map", help="Spread the model over several devices in this process, for example auto.")
+@click.option("--low-memory/--no-low-memory", default=None,
+              help="Keep one decoder layer in memory at a time  [default: where the weights would not fit].")  # fmt: skip
+@click.option(
+    "--spill", is_flag=True, help="With --low-memory, also keep hidden states between layers in files beside OUT."
+)
 @click.option("--weights", type=click.Choice(["fold", "overlay"]), default="fold", show_default=True,
               help="Fold value rotations into W_V and W_O, or write only the sidecar over untouched weights, "
               "as it is done with weights that cannot be folded.")  # fmt: skip
@@ -49,6 +57,9 @@ def convert_command(
     calibration_tokens: int | None,
     seed: int,
     device: str,
+    device_map: str | None,
+    low_memory: bool | None,
+    spill: bool,
     weights: str,
     import_rotations: tuple[Path, Path] | None,
     allow_pickle: bool,
@@ -64,7 +75,12 @@ def convert_command(
     Example:
       kvcompile convert path/to/model --scheme oscar-int2 -o out/
       kvcompile convert path/to/model --scheme oscar-int2 -o out/ --set key.rotation.scope=layer
+      torchrun --nproc-per-node 2 -m kvcompile convert path/to/model -o out/
     """
+    ranks = Ranks() if Ranks.expected() else None
+    if ranks is not None and ranks.rank > 0:
+        assist(ranks)
+        return
     console = Console(stderr=True)
     try:
         instruments = [ConsoleInstrument(console), *([DumpIR(dump_ir)] if dump_ir else [])]
@@ -81,6 +97,9 @@ def convert_command(
         calibration_tokens=calibration_tokens,
         seed=seed,
         device=device,
+        device_map=device_map,
+        low_memory=low_memory,
+        spill=spill,
         weights="overlay" if weights == "overlay" else "fold",
         import_rotations=import_rotations,
         allow_pickle=allow_pickle,
@@ -90,7 +109,10 @@ def convert_command(
         stop_after=stop_after,
         instruments=instruments,
         track=tracker(console),
+        ranks=ranks,
     )
+    if ranks is not None:
+        ranks.dismiss()
     if result.ir.weights != weights:
         click.echo(f"weights: {result.ir.layers().weights}; {result.ir.layers().fold}")
     if result.manifest is None:

@@ -68,8 +68,8 @@ def observe(path: Path, layers: Iterable[AttentionLayer], windows_NT: Tensor, de
     """Run the model at `path` over the windows and keep what the pictures of a comparison need."""
     length = windows_NT.shape[1]
     layers = tuple(layers)
-    counts = {layer.index: layer.num_key_value_heads for layer in layers}
-    recorder = Recorder(counts, frozenset({"query", "score_value"}), len(windows_NT), length, 0, QUERIES)
+    wanted = {layer.index for layer in layers}
+    recorder = Recorder(wanted, frozenset({"query", "score_value"}), len(windows_NT), length, 0, QUERIES)
     model = load_model(path, OBSERVER, device, dequantize=True)
     with torch.inference_mode(), recording(recorder):
         for ids_T in windows_NT:

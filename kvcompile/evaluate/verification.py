@@ -1,15 +1,16 @@
 """`kvcompile verify`: is a converted directory whole, self-consistent, and the same model as its source?"""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvcompile.artifact import Artifact, inverse_error, open_artifact
 from kvcompile.calibration import read_corpus, tokenize_corpus
-from kvcompile.checkpoint import Checkpoint, edited_dtype, file_digest, open_checkpoint, scale_names
+from kvcompile.checkpoint import DTYPES, Checkpoint, edited_dtype, file_digest, open_checkpoint, scale_names
 from kvcompile.errors import VerificationError
-from kvcompile.models import EXACT, Inventory, load_model, load_tokenizer, take_inventory
+from kvcompile.models import EXACT, Inventory, load_tokenizer, take_inventory
 from kvcompile.models.agreement import (
     LogitAgreement,
     check_logits,
@@ -18,6 +19,8 @@ from kvcompile.models.agreement import (
     logits_of,
     projections,
 )
+from kvcompile.models.forwards import Forward
+from kvcompile.models.placement import Placement, must_stream
 
 ORTHOGONALITY_TOLERANCE = 1e-5
 VERIFY_TOKENS = 256
@@ -31,11 +34,12 @@ class Verification:
     logits: LogitAgreement | None
 
 
-def verify(directory: str | Path, source: str | Path | None = None) -> Verification:
+def verify(directory: str | Path, source: str | Path | None = None, low_memory: bool | None = None) -> Verification:
     """Check hashes, tensor shapes, orthogonality and, with `source`, that folding left the model as it was.
 
     Logits are compared in float32 on 256 tokens of the bundled text: relative error at most 1e-4 for float32
-    checkpoints, KL at most 2e-4 nats per token for 16-bit ones. Raises VerificationError or ArtifactError naming the
+    checkpoints, KL at most 2e-4 nats per token for 16-bit ones. `low_memory` runs both models with one decoder layer in
+    memory at a time; by itself where their weights would not fit. Raises VerificationError or ArtifactError naming the
     first file, layer or tensor that does not hold.
     """
     artifact = open_artifact(directory, source)
@@ -47,7 +51,7 @@ def verify(directory: str | Path, source: str | Path | None = None) -> Verificat
         original, converted = open_checkpoint(source), Checkpoint(artifact.weights_path)
         checks.append(_check_unchanged(original, converted, artifact))
         checks.append(_check_projections(original, converted, take_inventory(original), artifact))
-        agreement = _check_logits(original, converted, artifact)
+        agreement = _check_logits(original, converted, artifact, low_memory)
         checks.append(
             f"logits agree with the source: relative error {agreement.relative_error:.1e}, KL {agreement.kl:.1e} nats, "
             f"same top token {agreement.agreement:.1%}"
@@ -150,15 +154,25 @@ def _check_projections(original: Checkpoint, converted: Checkpoint, inventory: I
     return f"value projections compute what the source computes in every layer (largest relative error {worst:.1e})"
 
 
-def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> LogitAgreement:
+def _check_logits(
+    original: Checkpoint, converted: Checkpoint, artifact: Artifact, low_memory: bool | None
+) -> LogitAgreement:
     tokenizer = load_tokenizer(original.path)
     length = min(VERIFY_TOKENS, take_inventory(original).max_positions)
     ids = tokenize_corpus(read_corpus(None), tokenizer, length, length)[0]
-    reference = logits_of(load_model(original.path, EXACT, dequantize=True), ids)
-    agreement = compare_logits(reference, logits_of(load_model(converted.path, EXACT, dequantize=True), ids))
-    dtypes = {converted.load(name).dtype for name in artifact.manifest.weights.projections}
+    reference, candidate = (_logits(checkpoint, ids, low_memory) for checkpoint in (original, converted))
+    agreement = compare_logits(reference, candidate)
+    dtypes = {DTYPES[converted.entries[name].dtype] for name in artifact.manifest.weights.projections}
     check_logits(agreement, dtypes, original.path)
     return agreement
+
+
+def _logits(checkpoint: Checkpoint, ids_T: torch.Tensor, low_memory: bool | None) -> torch.Tensor:
+    device = torch.device("cpu")
+    streamed = must_stream(checkpoint, device) if low_memory is None else low_memory
+    source = Placement(device, streamed).open_model(checkpoint, take_inventory(checkpoint), EXACT)
+    forward = Forward(partial(logits_of, source.model, ids_T), len(ids_T))
+    return source.run([forward], "logits", lambda items, *_: items)[0]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

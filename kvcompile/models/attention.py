@@ -67,17 +67,18 @@ def dense_attention(
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     batch, heads, length, _ = query.shape
     total = key.shape[2]
-    if attention_mask is None and length > 1 and getattr(module, "is_causal", True):
-        attention_mask = torch.ones(length, total, dtype=torch.bool, device=query.device).tril(total - length)[
-            None, None
-        ]
+    causal = attention_mask is None and length > 1 and getattr(module, "is_causal", True)
+    positions_N = torch.arange(total, device=query.device)
     k_BKDN, v_BKND = key.float().mT, value.float()
     out_BHTD = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     for rows in torch.arange(length).split(max(1, _LOGITS_AT_ONCE // (batch * heads * total))):
         first, last = int(rows[0]), int(rows[-1]) + 1
         q_BKXD = query[:, :, first:last].float().unflatten(1, (key.shape[1], -1)).flatten(2, 3)
         logits_BHTN = softmax.logits(q_BKXD @ k_BKDN).view(batch, heads, last - first, total)
-        if attention_mask is not None:
+        if causal:  # a few rows at a time: all of them would be quadratic
+            seen_TN = positions_N <= positions_N[total - length + first : total - length + last, None]
+            logits_BHTN = logits_BHTN.masked_fill(~seen_TN, torch.finfo(torch.float32).min)
+        elif attention_mask is not None:
             logits_BHTN = logits_BHTN.masked_fill(~attention_mask[:, :, first:last], torch.finfo(torch.float32).min)
         weights_BHTN = logits_BHTN.softmax(dim=-1) * softmax.kept(logits_BHTN.logsumexp(dim=-1))[..., None]
         weights_BKXN = weights_BHTN.view(batch, key.shape[1], -1, total)

@@ -39,26 +39,35 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def load_model(
-    path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto", *, dequantize: bool = False
+    path: Path,
+    attention: str,
+    device: str | torch.device = "cpu",
+    dtype: Any = "auto",
+    *,
+    dequantize: bool = False,
+    **spread: str,
 ) -> PreTrainedModel:
     """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
 
     Pre-quantized weights run as transformers runs them, which may quantize activations too; with `dequantize` they become
-    floats where the method knows how, and activations stay as they are.
+    floats where the method knows how, and activations stay as they are. `spread` is `device_map` or `tp_plan`, with which
+    transformers puts the model onto several devices instead.
 
     Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint
     or has another shape there: transformers would fill it with random numbers.
     """
     device = resolve_device(device)
     check_quantization(path, device)
-    with _quiet():
+    with quiet():
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             found = _quantization(config, path)
             floats = found is None or _can_dequantize(found)
             if found is not None and floats and (dequantize or _lacks_kernels(found)):
                 found["dequantize"] = True
-            loaded: Any = _auto_class(config).from_pretrained(
+            if not floats:  # other methods pack for a device while they load
+                spread.setdefault("device_map", str(device))
+            loaded: Any = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -68,7 +77,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                device_map=None if floats else device,  # other methods pack for a device while they load
+                **spread,
             )
             if hasattr(loaded[0], "ct_decompress_hook"):  # what compressed-tensors would do in the first forward pass
                 loaded[0].hf_quantizer.compressor.decompress_model(loaded[0])
@@ -76,8 +85,16 @@ def load_model(
                 if hasattr(module, "quantization_scheme"):  # transformers 5.17 would still quantize activations
                     module.quantization_enabled = False
         except Exception as error:  # transformers raises whatever its parts raise; to the user it is one thing
-            raise CheckpointError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
+            raise CheckpointError(f"transformers cannot load the model in {path}: {first_line(error)}") from error
     model, info = loaded
+    check_loaded(info, path)
+    if found is not None and dtype != "auto" and not hasattr(model, "hf_quantizer"):
+        model = model.to(dtype=dtype)  # dequantizing casts what was codes, and leaves the rest
+    return (model if spread else model.to(device)).eval()
+
+
+def check_loaded(info: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for what transformers says of absent tensors and of shapes when it loads the model at `path`."""
     if info["missing_keys"]:
         raise CheckpointError(
             f"tensor {min(info['missing_keys'])} of the model is missing from {path}; download it again"
@@ -87,9 +104,6 @@ def load_model(
         raise CheckpointError(
             f"tensor {name} in {path} has shape {list(stored)}, but config.json implies {list(expected)}"
         )
-    if found is not None and dtype != "auto" and not hasattr(model, "hf_quantizer"):
-        model = model.to(dtype=dtype)  # dequantizing casts what was codes, and leaves the rest
-    return (model.to(device) if floats else model).eval()
 
 
 def check_quantization(path: Path, device: torch.device) -> None:
@@ -98,14 +112,14 @@ def check_quantization(path: Path, device: torch.device) -> None:
     if found is None:
         return
     problem = ""
-    with _quiet():
+    with quiet():
         try:
             if not AutoHfQuantizer.supports_quant_method(found):  # it would take the codes for weights
                 raise ValueError("it does not know this method")
             quantizer = AutoHfQuantizer.from_config(copy.deepcopy(found), pre_quantized=True)
             quantizer.validate_environment(device_map={"": device})
         except Exception as error:  # a missing library, a missing GPU, a config that makes no sense
-            problem = _first_line(error)
+            problem = first_line(error)
     if problem:
         raise CheckpointError(
             f"the weights in {path} are quantized ({found['quant_method']}), and transformers cannot run them on {device} "
@@ -135,7 +149,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """What builds the class that config.json names: some model types have one with a vision tower and one without."""
     vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     return AutoModelForImageTextToText if vision in (config.architectures or []) else AutoModelForCausalLM
@@ -146,7 +160,7 @@ def resolve_config(path: Path) -> dict[str, Any]:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # as above
-        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {_first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot read {path / 'config.json'}: {first_line(error)}") from error
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -155,12 +169,12 @@ def load_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{path} has no tokenizer that transformers can load ({_first_line(error)}); copy the tokenizer files there"
+            f"{path} has no tokenizer that transformers can load ({first_line(error)}); copy the tokenizer files there"
         ) from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without progress bars and load reports: what matters of them becomes an error of ours."""
     logging = transformers.utils.logging
     bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -175,6 +189,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """An exception of somebody else's in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__

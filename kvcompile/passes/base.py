@@ -11,8 +11,10 @@ from torch import Tensor
 
 from kvcompile.artifact import inverse_error
 from kvcompile.errors import KvCompileError, PassError
+from kvcompile.models.placement import Placement
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import release_memory
+from kvcompile.passes.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -27,14 +29,21 @@ class Context:
 
     `track(items, description, unit, size)` iterates and shows progress; `staging` is where emit writes; `models` lets
     calibrate and verify share one loaded model, which the pipeline drops at the end; `costs` takes the seconds of work that
-    is not kvcompile's own (loading, the plain forward pass).
+    is not kvcompile's own (loading, the plain forward pass). `placement` says where the weights of a model are while it
+    runs; `ranks` are the processes that calibrate together, where there are several.
     """
 
-    device: torch.device
+    placement: Placement
     staging: Path
     track: Callable[..., Iterable[Any]] = _untracked
     models: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
+    ranks: Ranks | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where heavy computation goes."""
+        return self.placement.device
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class Pass(Protocol):
 
 class Instrument:
     """Watches a pipeline from outside: timing, printing, dumping, storing. Passes know nothing of it."""
+
+    def note(self, text: str) -> None:
+        """Called with a sentence about what was decided for the user."""
 
     def before(self, step: Pass, ir: IR) -> None:
         """Called before a pass runs."""

@@ -6,7 +6,9 @@ forward pass can collect the union of what several schemes need, and each takes 
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from kvcompile.models import (
     Inventory,
     decoder_of,
     head_grams,
-    load_model,
     load_tokenizer,
     output_weight,
+    take_inventory,
 )
+from kvcompile.models.forwards import Forward
 from kvcompile.passes.base import Context
 from kvcompile.passes.memory import release_memory
+from kvcompile.passes.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -142,42 +146,77 @@ def collect(
 ) -> dict[str, Tensor]:
     """Run the model over the text once: ``layers.{i}.{target}``, means and attention samples of every compiled layer.
 
-    The language-model head is not run. The loaded model stays in `context.models`. Raises CalibrationError or
-    CheckpointError for text or a tokenizer that cannot be used.
+    The language-model head is not run. The loaded model stays in `context.models`, unless several processes have parts of
+    it. Raises CalibrationError or CheckpointError for text or a tokenizer that cannot be used.
     """
     sequences = tokenize_corpus(text.corpus, load_tokenizer(checkpoint.path), text.tokens, text.sequence_length)
+    if context.ranks is None:
+        return _observe(checkpoint, inventory, text, sequences, wanted, context)
+    ranks = context.ranks
+    ranks.call((checkpoint.path, text, sequences, wanted))
+    ours = replace(context, placement=ranks.placement(), models={})
+    return ranks.gather(_observe(checkpoint, inventory, text, sequences, wanted, ours), inventory)
+
+
+def assist(ranks: Ranks) -> None:
+    """What a process other than rank 0 does: observe its heads whenever rank 0 collects, until rank 0 is done."""
+    while (task := ranks.call(None)) is not None:
+        path, text, sequences, wanted = task
+        checkpoint = Checkpoint(path)
+        inventory = take_inventory(checkpoint)
+        context = Context(ranks.placement(), Path())
+        ranks.gather(_observe(checkpoint, inventory, text, sequences, wanted, context), inventory)
+
+
+def _observe(
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    text: CalibrationText,
+    sequences: list[Tensor],
+    wanted: Collection,
+    context: Context,
+) -> dict[str, Tensor]:
+    """Load the model and collect; where it is split over processes, of the heads that this one holds."""
     release_memory()
     started = time.perf_counter()
-    model = load_model(checkpoint.path, OBSERVER, context.device, dequantize=True)
+    source = context.placement.open_model(checkpoint, inventory, OBSERVER)
     context.costs["load"] = time.perf_counter() - started
-    embeddings: Any = model.get_input_embeddings()
+    embeddings: Any = source.model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     if int(max(s.max() for s in sequences)) >= vocabulary:
         raise CheckpointError(f"the tokenizer in {checkpoint.path} has ids beyond the model's {vocabulary} embeddings")
-    context.models["source"] = model
-    layers = {layer.index: layer.num_key_value_heads for layer in inventory.compiled}
+    context.models["source"] = source
+    layers = {layer.index for layer in inventory.compiled}
     recorder = Recorder(layers, wanted.targets, wanted.sequences, wanted.length, wanted.head, wanted.queries)
     batches = _batches(sequences, text.batch)
     starts = torch.tensor([text.start(i) for i in range(len(sequences))]).split([len(batch) for batch in batches])
-    started = time.perf_counter()
-    with torch.inference_mode(), recording(recorder):
-        for batch, start in context.track(
-            list(zip(batches, starts, strict=True)), "calibrate", "tok", lambda b: b[0].numel()
-        ):
-            positions_BT = start[:, None] + torch.arange(batch.shape[1])
-            decoder_of(model)(batch.to(context.device), position_ids=positions_BT.to(context.device), use_cache=False)
-    context.costs["forward"] = time.perf_counter() - started - recorder.seconds
     statistics: dict[str, Tensor] = {}
-    for index, layer in sorted(recorder.layers.items()):
-        statistics |= layer.tensors(index)
-        statistics |= layer.sample().tensors(index)
-    return statistics | _packed_grams(model, inventory)
+
+    def leaving(layer: int) -> None:
+        statistics.update((name, context.placement.keep(tensor)) for name, tensor in recorder.take(layer).items())
+
+    forwards = [
+        Forward(partial(_forward, source.model, ids_BT, start_B), ids_BT.numel())
+        for ids_BT, start_B in zip(batches, starts, strict=True)
+    ]
+    started = time.perf_counter()
+    with recording(recorder):
+        source.run(forwards, "calibrate", context.track, leaving=leaving)
+    context.costs["forward"] = time.perf_counter() - started - recorder.seconds
+    return statistics | _packed_grams(source.model, inventory)
 
 
 def _packed_grams(model: PreTrainedModel, inventory: Inventory) -> dict[str, Tensor]:
     """``layers.{i}.output_gram`` of the packed W_O, which only the loaded model can multiply with; nothing for others."""
     layers = [layer for layer in inventory.compiled if layer.storage == "packed"]
     return {f"layers.{x.index}.output_gram": head_grams(output_weight(model, x), x) for x in layers}
+
+
+@torch.inference_mode()
+def _forward(model: PreTrainedModel, ids_BT: Tensor, start_B: Tensor) -> None:
+    """A forward pass without the head, over sequences whose first positions are `start_B`."""
+    positions_BT = start_B[:, None] + torch.arange(ids_BT.shape[1])
+    decoder_of(model)(ids_BT.to(model.device), position_ids=positions_BT.to(model.device), use_cache=False)
 
 
 def _batches(sequences: list[Tensor], size: int) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,17 +10,20 @@ from safetensors import SafetensorError
 
 from kvcompile.artifact import Manifest, read_manifest
 from kvcompile.calibration import read_corpus
-from kvcompile.checkpoint import is_pickled, open_checkpoint
+from kvcompile.checkpoint import Checkpoint, decodes, dense_bytes, is_pickled, open_checkpoint, quant_method
 from kvcompile.errors import (
     ArtifactError,
     CalibrationError,
     CheckpointError,
+    KvCompileError,
     OutputError,
     PassError,
     SchemeError,
     VerificationError,
 )
 from kvcompile.models import resolve_device, take_inventory
+from kvcompile.models.placement import Placement, available_memory, must_stream
+from kvcompile.models.streaming import check_streaming
 from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_passes
 from kvcompile.passes.calibrate import CalibratePass
 from kvcompile.passes.collection import CalibrationText, Collection, SharedStatistics, collect
@@ -28,6 +31,7 @@ from kvcompile.passes.imported import read_rotations
 from kvcompile.passes.inventory import check_scheme
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
+from kvcompile.passes.ranks import Ranks
 from kvcompile.passes.registry import CalibrationInput, build_passes, pass_class
 from kvcompile.passes.unpickling import safetensors_copy
 from kvcompile.passes.workspace import StageStore, Workspace
@@ -73,6 +77,10 @@ def convert(
     statistics: SharedStatistics | None = None,
     import_rotations: tuple[str | Path, str | Path] | None = None,
     allow_pickle: bool = False,
+    low_memory: bool | None = None,
+    spill: bool = False,
+    device_map: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Conversion:
     """Convert the checkpoint `model` (a directory or a Hub id) with `scheme` into the new directory `out`.
 
@@ -82,6 +90,10 @@ def convert(
     else. `import_rotations` are files of the OSCAR research fork (keys, values) whose matrices replace those that the scheme
     would solve. With `allow_pickle` weights in `.bin`, `.pt` or `.pth` files are read too, without running what they hold; they
     are written as safetensors. Raises a KvCompileError whose message says what is wrong, where, and what to do.
+
+    Where weights are while the model runs changes no number: `low_memory` keeps one decoder layer in memory at a time (by
+    itself where the checkpoint would not fit), with `spill` hidden states in files beside the output; `device_map` ("auto")
+    spreads the model over several devices. `ranks` are processes that `assist`, each with its share of every layer.
     """
     if isinstance(scheme, Scheme) and overrides:
         raise SchemeError("overrides apply to a scheme given by name or file; change the Scheme object itself instead")
@@ -113,7 +125,8 @@ def convert(
     steps = build_passes(scheme, given)
     _check_order(scheme, stop_after)
     ir = IR(checkpoint, scheme, weights, read_rotations(*import_rotations) if import_rotations else None)
-    context = Context(resolve_device(device), workspace.staging)
+    placement = _placement(checkpoint, device, low_memory, spill, device_map, instruments)
+    context = Context(replace(placement, scratch=workspace.root), workspace.staging, ranks=ranks)
     if track is not None:
         context.track = track
     timing, peak = Timing(), PeakMemory()
@@ -126,6 +139,8 @@ def convert(
     steps = steps[1:]
     if ir.imported is not None:
         ir.imported.check(checkpoint, scheme, ir.layers())
+    if ranks is not None:
+        ranks.check(checkpoint, ir.layers())
     if dry_run or stop_after == "inventory":
         return result(ir, None)
     corpus = read_corpus(given.text, given.field, given.seed)
@@ -207,11 +222,50 @@ def collect_statistics(
                 needs[text] = needs[text] | wanted if text in needs else wanted
     shared = SharedStatistics(checkpoint)
     for text, wanted in needs.items():
-        context = Context(resolve_device(device), Path())
+        context = Context(Placement(resolve_device(device)), Path())
         if track is not None:
             context.track = track
         shared.add(text, wanted, collect(checkpoint, inventory, text, wanted, context))
     return shared
+
+
+def _placement(
+    checkpoint: Checkpoint,
+    device: str,
+    low_memory: bool | None,
+    spill: bool,
+    device_map: str | None,
+    instruments: Sequence[Instrument],
+) -> Placement:
+    """Where the model's weights are to be; decides, and says so, where the user has not. Raises KvCompileError."""
+    if device_map is not None:
+        if low_memory or spill:
+            raise KvCompileError(
+                "--device-map spreads all weights over devices, --low-memory and --spill keep one layer; choose one"
+            )
+        if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
+            raise KvCompileError(
+                f"device_map is 'auto', 'balanced', 'balanced_low_0' or 'sequential', not '{device_map}'"
+            )
+        if not decodes(checkpoint):
+            raise CheckpointError(
+                f"weights in {checkpoint.path} are packed ({quant_method(checkpoint)}) and loaded onto one device; leave "
+                "--device-map out"
+            )
+        return Placement(resolve_device(device), device_map=device_map)
+    target = resolve_device(device)
+    streamed = low_memory or spill
+    if streamed:
+        check_streaming(checkpoint)
+    elif low_memory is None and must_stream(checkpoint, target):
+        streamed = True
+        text = (
+            f"low memory: {dense_bytes(checkpoint) / 1e9:.1f} GB of weights do not fit comfortably into "
+            f"{available_memory(target) / 1e9:.1f} GB, so one decoder layer is loaded at a time"
+        )
+        for instrument in instruments:
+            instrument.note(text)
+    return Placement(target, bool(streamed), spill)
 
 
 def _check_order(scheme: Scheme, stop_after: str | None) -> None:

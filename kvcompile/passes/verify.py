@@ -1,15 +1,17 @@
 """Pass `verify`: before anything is written, show that the planned edits leave the model as it was."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from kvcompile.calibration import OBSERVER, read_corpus, tokenize_corpus
 from kvcompile.checkpoint import edited_dtype
-from kvcompile.models import decoder_of, load_model, load_tokenizer
+from kvcompile.models import load_tokenizer
 from kvcompile.models.agreement import check_logits, check_projections, compare_logits, logits_of, projections
+from kvcompile.models.forwards import Forward
 from kvcompile.passes.base import Context, PassResult
 from kvcompile.passes.fold import fold_edits
 from kvcompile.passes.ir import IR
@@ -38,37 +40,53 @@ class VerifyPass:
         """Check, and record the largest projection error, the relative logit error and the KL."""
         if not ir.folds:
             return PassResult(ir, modified=False)
-        model = context.models.pop("source", None) or load_model(
-            ir.checkpoint.path, OBSERVER, context.device, dequantize=True
+        source = context.models.pop("source", None) or context.placement.open_model(
+            ir.checkpoint, ir.layers(), OBSERVER
         )
         corpus = read_corpus(None)
         ids = tokenize_corpus(corpus, load_tokenizer(ir.checkpoint.path), VERIFY_TOKENS, VERIFY_TOKENS)[0]
         ids = ids[: ir.layers().max_positions]
-        before = logits_of(model, ids)
-        worst = self._apply_and_probe(ir, context, model)
-        found = compare_logits(before, logits_of(model, ids))
+        edits, errors = _Edits(ir), []
+
+        def entering(forward: int, layer: int, module: nn.Module) -> None:
+            if forward == 1:
+                errors.append(edits.apply(layer, module))
+
+        forward = Forward(partial(logits_of, source.model, ids), len(ids))
+        before, after = source.run([forward, forward], "verify", context.track, entering)
+        found = compare_logits(before, after)
         dtypes = {edited_dtype(ir.checkpoint, fold.tensor) for fold in ir.folds}
         check_logits(found, dtypes, ir.checkpoint.path)
-        summary = {"fold_projection_error": worst, "fold_logit_error": found.relative_error, "fold_kl": found.kl}
+        summary = {"fold_projection_error": max(errors), "fold_logit_error": found.relative_error, "fold_kl": found.kl}
         return PassResult(replace(ir, summary={**ir.summary, **summary}), modified=True)
 
     def ensures(self, ir: IR) -> str | None:
         """The measured numbers are there."""
         return None if not ir.folds or "fold_kl" in ir.summary else "the fold was not measured"
 
-    @staticmethod
-    def _apply_and_probe(ir: IR, context: Context, model: PreTrainedModel) -> float:
-        """Put the edited tensors into the model, probing each layer; the largest projection error."""
-        edits, worst = fold_edits(ir), 0.0
-        decoder: Any = decoder_of(model)
-        for layer in context.track(ir.layers().compiled, "verify", "layer", lambda _: 1):
-            source = projections(ir.checkpoint, layer)
-            edited = {
-                name: edits[name](tensor).to(edited_dtype(ir.checkpoint, name)) for name, tensor in source.items()
-            }
-            worst = max(worst, check_projections(layer, source, edited))
-            with torch.no_grad():
-                # Above the layer a checkpoint may name things otherwise than the model does.
-                for name, tensor in edited.items():
-                    decoder.layers[layer.index].get_parameter(name.removeprefix(f"{layer.prefix}.")).copy_(tensor)
-        return worst
+
+class _Edits:
+    """The planned edits of weights, layer by layer."""
+
+    def __init__(self, ir: IR):
+        self._ir, self._edits = ir, fold_edits(ir)
+        self._layers = {layer.index: layer for layer in ir.layers().compiled}
+
+    def apply(self, index: int, module: nn.Module) -> float:
+        """Put the edited tensors into the module of a layer, probing them; the error of its projections."""
+        if index not in self._layers:
+            return 0.0
+        layer = self._layers[index]
+        source = projections(self._ir.checkpoint, layer)
+        edited = {
+            name: self._edits[name](tensor).to(edited_dtype(self._ir.checkpoint, name))
+            for name, tensor in source.items()
+        }
+        error = check_projections(layer, source, edited)
+        with torch.no_grad():
+            for (
+                name,
+                tensor,
+            ) in edited.items():  # above the layer a checkpoint may name things otherwise than the model does
+                module.get_parameter(name.removeprefix(f"{layer.prefix}.")).copy_(tensor)
+        return error

@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcompile.artifact import MANIFEST_NAME, CalibrationRecord
-from kvcompile.checkpoint import tensor_bytes
+from kvcompile.checkpoint import save_tensors, tensor_bytes
 from kvcompile.errors import OutputError
 from kvcompile.passes.base import Instrument, Pass, PassResult
 from kvcompile.passes.ir import IR
@@ -153,7 +152,7 @@ class Workspace:
         temporary = self.stages / f".{step.name}.tmp"
         text = json.dumps(meta)
         try:
-            save_file(tensors, temporary, metadata={"ir": text, "sha256": _digest(text, tensors)})
+            save_tensors(tensors, temporary, {"ir": text, "sha256": _digest(text, tensors)})
             os.replace(temporary, self._stage(step))
         except BaseException:
             temporary.unlink(missing_ok=True)
