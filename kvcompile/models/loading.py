@@ -33,11 +33,11 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def load_model(
-    path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto", **spread: str
+    path: Path, attention: str, device: str | torch.device = "cpu", dtype: Any = "auto", **spread: Any
 ) -> PreTrainedModel:
     """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
 
-    `spread` is `device_map` or `tp_plan`, with which transformers puts it onto several devices instead. Raises
+    `spread` is `device_map` or `distributed_config`, with which transformers puts it onto several devices instead. Raises
     CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint or has
     another shape there: transformers would fill it with random numbers.
     """
