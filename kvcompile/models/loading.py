@@ -45,12 +45,12 @@ def load_model(
     dtype: Any = "auto",
     *,
     dequantize: bool = False,
-    **spread: str,
+    **spread: Any,
 ) -> PreTrainedModel:
     """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
 
     Pre-quantized weights run as transformers runs them, which may quantize activations too; with `dequantize` they become
-    floats where the method knows how, and activations stay as they are. `spread` is `device_map` or `tp_plan`, with which
+    floats where the method knows how, and activations stay as they are. `spread` is `device_map` or `distributed_config`, with which
     transformers puts the model onto several devices instead.
 
     Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint

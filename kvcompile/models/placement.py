@@ -3,10 +3,12 @@
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from transformers.distributed import DistributedConfig
 
 from kvcompile.checkpoint import Checkpoint, decodes, dense_bytes
 from kvcompile.errors import KvCompileError
@@ -30,8 +32,8 @@ class Placement:
     """How `open_model` opens a model.
 
     `streamed` means one decoder layer at a time. `scratch` is where statistics, and with `spill` hidden states, lie then
-    instead of in memory. `device_map` and `tp_plan` are transformers' ("auto"): one process with several devices, and one of
-    several processes.
+    instead of in memory. `device_map` is transformers' ("auto"), for one process with several devices. `tensor_parallel` is
+    for one of several processes, each with its part of every layer.
     """
 
     device: torch.device
@@ -39,7 +41,7 @@ class Placement:
     spill: bool = False
     scratch: Path | None = None
     device_map: str | None = None
-    tp_plan: str | None = None
+    tensor_parallel: bool = False
 
     def open_model(self, checkpoint: Checkpoint, inventory: Inventory, attention: str) -> Runnable:
         """The model with pre-quantized weights as floats, ready for forward passes.
@@ -48,9 +50,12 @@ class Placement:
         """
         if self.streamed:
             return StreamedModel(checkpoint, inventory, attention, self.device, self.scratch if self.spill else None)
-        spread = {"device_map": self.device_map, "tp_plan": self.tp_plan}
-        given = {name: value for name, value in spread.items() if value is not None}
-        model = load_model(checkpoint.path, attention, self.device, dequantize=True, **given)
+        spread: dict[str, Any] = {}
+        if self.device_map is not None:
+            spread["device_map"] = self.device_map
+        if self.tensor_parallel:
+            spread["distributed_config"] = DistributedConfig(tp_plan="auto")
+        model = load_model(checkpoint.path, attention, self.device, dequantize=True, **spread)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise KvCompileError(
                 f"the model in {checkpoint.path} does not fit into the memory of these devices; convert it with --low-memory "

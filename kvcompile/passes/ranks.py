@@ -54,7 +54,7 @@ class Ranks:
 
     def placement(self) -> Placement:
         """This process's part of a model."""
-        return Placement(self._device, tp_plan="auto")
+        return Placement(self._device, tensor_parallel=True)
 
     def call(self, task: Any) -> Any:
         """On rank 0: tell the others what to do. On others: what rank 0 says; they end when it has gone."""
