@@ -37,7 +37,7 @@ def main() -> None:
             for stage, at in moments(stages, round(share * arguments.moments), draw):
                 outcome = interrupt_and_resume(conversions, out, fault, at, expected)
                 ends[fault, outcome.code] += 1
-                print(f"{fault} in {stage}, call {at} of {stages['publish']}: exit {outcome.code}", flush=True)
+                print(f"{fault} in {stage}, call {at} of {stages['exit']}: exit {outcome.code}", flush=True)
     assert contents(arguments.model) == before, "the source was touched"
     for (fault, code), count in sorted(ends.items()):
         print(f"{count} x {fault}: exit {code}")

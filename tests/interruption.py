@@ -83,6 +83,7 @@ def _run(model: Path, out: Path, fault: str, at: int, extra: tuple[str, ...], la
 
     from kvcompile.cli.console import ConsoleInstrument
     from kvcompile.cli.main import main
+    from kvcompile.passes.workspace import Workspace
 
     gc.freeze()  # passes collect garbage, which takes long only because of all that was imported
     torch.set_num_threads(1)
@@ -97,13 +98,17 @@ def _run(model: Path, out: Path, fault: str, at: int, extra: tuple[str, ...], la
         plain(self, step, result, seconds)
         calls.finished(step.name)
 
-    ConsoleInstrument.after = after  # type: ignore[method-assign]
+    def publish(workspace: Workspace, plain: Callable[[Workspace], None] = Workspace.publish) -> None:
+        plain(workspace)
+        calls.finished("publish")
+
+    ConsoleInstrument.after, Workspace.publish = after, publish  # type: ignore[method-assign]
     sys.setprofile(calls)
     try:
         main(["convert", str(model), "-o", str(out), *ARGUMENTS, *extra])
     finally:
         sys.setprofile(None)
-        calls.finished("publish")
+        calls.finished("exit")
         if at == 0:
             log.with_suffix(".json").write_text(json.dumps(calls.stages))
 
