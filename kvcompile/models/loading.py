@@ -50,8 +50,8 @@ def load_model(
     """The causal language model at `path` in eval mode on `device`, inside its vision-language model where that was saved.
 
     Pre-quantized weights run as transformers runs them, which may quantize activations too; with `dequantize` they become
-    floats where the method knows how, and activations stay as they are. `spread` is `device_map` or `distributed_config`, with which
-    transformers puts the model onto several devices instead.
+    floats where the method knows how, and activations stay as they are. `spread` is `device_map` or `distributed_config`, with
+    which transformers puts the model onto several devices instead.
 
     Raises CheckpointError when transformers cannot build it, or when a tensor of the model is absent from the checkpoint
     or has another shape there: transformers would fill it with random numbers.
