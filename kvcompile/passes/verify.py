@@ -61,7 +61,9 @@ class VerifyPass:
         """Put the edited tensors into the model, probing each layer; the largest projection error."""
         edits, worst = fold_edits(ir), 0.0
         decoder: Any = decoder_of(model)
-        for layer in context.track(ir.layers().compiled, "verify", "layer", lambda _: 1):
+        folded = {fold.layer for fold in ir.folds}
+        layers = [layer for layer in ir.layers().compiled if layer.index in folded]
+        for layer in context.track(layers, "verify", "layer", lambda _: 1):
             source = projections(ir.checkpoint, layer)
             edited = {
                 name: edits[name](tensor).to(edited_dtype(ir.checkpoint, name)) for name, tensor in source.items()
