@@ -30,6 +30,12 @@ class Artifact:
     manifest: Manifest
     weights_path: Path
 
+    @property
+    def folded(self) -> frozenset[int]:
+        """The layers whose value rotation is in the weights."""
+        rows = ((layer.index, layer.value) for layer in self.manifest.layers)
+        return frozenset(index for index, value in rows if value is not None and value.apply == "folded")
+
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The sidecar tensors, after their file has been checked against the manifest."""

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kvcompile.artifact import Artifact, inverse_error, open_artifact
 from kvcompile.calibration import read_corpus, tokenize_corpus
 from kvcompile.checkpoint import Checkpoint, edited_dtype, file_digest, open_checkpoint, scale_names
@@ -17,6 +15,7 @@ from kvcompile.models.agreement import (
     compare_logits,
     logits_of,
     projections,
+    same_bits,
 )
 
 ORTHOGONALITY_TOLERANCE = 1e-5
@@ -122,8 +121,9 @@ def _check_sidecar(artifact: Artifact) -> str:
 
 
 def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> str:
-    edited = set(artifact.manifest.weights.projections)
-    scales = {name for layer in take_inventory(original).compiled for name in layer.stored} - edited
+    folded = [layer for layer in take_inventory(original).compiled if layer.index in artifact.folded]
+    edited = {name for layer in folded for name in layer.projections()}
+    scales = {scale for name in edited for scale in scale_names(original, name)}
     if set(original.entries) - scales != set(converted.entries):
         name = min((set(original.entries) - scales) ^ set(converted.entries))
         raise VerificationError(
@@ -131,8 +131,8 @@ def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Arti
         )
     for name in sorted(converted.entries):
         ours, theirs = converted.load(name), original.load(name)
-        dtype = edited_dtype(original, name) if scales.intersection(scale_names(original, name)) else theirs.dtype
-        if ours.shape != theirs.shape or ours.dtype != dtype or (name not in edited and not _same_bits(ours, theirs)):
+        dtype = edited_dtype(original, name) if name in edited else theirs.dtype
+        if ours.shape != theirs.shape or ours.dtype != dtype or (name not in edited and not same_bits(ours, theirs)):
             raise VerificationError(
                 f"tensor {name} differs from {original.path}, although it should be unchanged; is this the right source?"
             )
@@ -159,7 +159,3 @@ def _check_logits(original: Checkpoint, converted: Checkpoint, artifact: Artifac
     dtypes = {converted.load(name).dtype for name in artifact.manifest.weights.projections}
     check_logits(agreement, dtypes, original.path)
     return agreement
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
