@@ -614,7 +614,9 @@ def test_a_converted_checkpoint_is_no_source(model: Path, artifact: Path, tmp_pa
         shard.unlink()
     torch.save({}, artifact / "pytorch_model.bin")
     check_says(refuse_convert(capsys, artifact, tmp_path / "out", "--allow-pickle"), artifact, *said)
-    succeed(capsys, "convert", model, "-o", tmp_path / "again", "--scheme", "quarot-int2")  # overlaid, and still a source
+    succeed(
+        capsys, "convert", model, "-o", tmp_path / "again", "--scheme", "quarot-int2"
+    )  # overlaid, and still a source
 
 
 @pytest.mark.parametrize("version", [[2], 2.0, True, None])
