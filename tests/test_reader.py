@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,14 +17,18 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
 from kvcompile.artifact import manifest_schema, open_artifact, read_manifest
 from kvcompile.checkpoint import file_digest
 from kvcompile.codec import PageFormat, PageTables, RowFormat, RowTables, decode_pages, encode_pages
 from kvcompile.errors import ArtifactError
 from kvcompile.evaluate.uncalibrated import page_format
+from kvcompile.models import load_model
+from kvcompile.passes.convert import convert
 from kvcompile.runtime import load, new_cache
 from kvcompile.scheme import Scheme, builtin_names, load_scheme
+from kvcompile.scheme import model as scheme_model
 from tests.layers import random_tables
 
 READER = Path(__file__).parents[1] / "examples" / "read_page.py"
@@ -132,6 +137,30 @@ def test_a_page_of_a_real_cache(converted: Path, reader: ModuleType, tmp_path: P
         [sys.executable, READER, converted, "1", "1", tmp_path / "page.bin"], capture_output=True, text=True
     )
     assert "keys [64, 64]: stored" in done.stdout, done.stderr
+
+
+def test_rows_return_to_the_basis_of_the_source(example: Path, reader: ModuleType, tmp_path: Path):
+    """Keys and values of a real page, turned back by the reader, are those that the source caches; only codes are lost."""
+    changes = [f"{half}.{field}" for half in ("key", "value") for field in ("rotation.balance=1.0", "center=true")]
+    fine = [f"{half}.{field}" for half in ("key", "value") for field in ("quantizer.bits=4", "clip.kind=none")]
+    few = ["calibration.tokens=512", "calibration.sequence_length=128", "calibration.sample_length=64"]
+    convert(example, tmp_path / "out", "oscar-int2", overrides=[*fine, *few, *changes])
+    ids = torch.arange(150)[None] * 7 % 4096
+    source, exact = load_model(example, "sdpa"), DynamicCache()
+    model, _ = load(tmp_path / "out")
+    cache = new_cache(model, sink=0, recent=0)
+    with torch.no_grad():
+        source(ids, past_key_values=exact)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)  # pages are written when the next token comes
+    stored = cache.layers[0].store.layer(0)
+    opened = reader.Artifact(tmp_path / "out")
+    for head in range(2):
+        page = stored.pages_PKX[int(stored.table_BN[0, 0])][head].numpy().tobytes()
+        for half, found in zip(("key", "value"), opened.read_page(0, head, page), strict=True):
+            expected = getattr(exact.layers[0], f"{half}s")[0, head, :64].float().numpy()
+            error = np.linalg.norm(opened.restore(0, head, found, half) - expected) / np.linalg.norm(expected)
+            assert error < 0.15, half
 
 
 # What a newer minor version may add
@@ -324,12 +353,39 @@ def test_newer_major_versions_are_refused(artifact: Path, reader: ModuleType):
         reader.Artifact(artifact)
 
 
-def test_the_specification_names_every_field():
-    """docs/manifest.md mentions every field of the published schema."""
+def passages() -> dict[str, str]:
+    """The parts of the specification of the manifest, by what they are about: ``manifest``, ``source``, ``layers[]``, ..."""
     text = (READER.parents[1] / "docs" / "manifest.md").read_text("utf-8")
+    text = text.split("\n## The manifest\n")[1].split("\n## ")[0]
+    first, *parts = re.split(r"^`([\w.\[\]]+)`(?=:| and `| has )", text, flags=re.MULTILINE)
+    return {"manifest": first, **dict(zip(parts[::2], parts[1::2], strict=True))}
+
+
+def rows(passage: str) -> dict[str, str]:
+    """The rows of its table, by the field that they describe."""
+    lines = [line for line in passage.splitlines() if line.startswith("| `")]
+    return {name: line for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+
+def test_the_specification_names_every_field():
+    """docs/manifest.md describes every field of the published schema where it belongs, and in tables no other."""
     schema: Any = manifest_schema()
-    records = ("Source", "Weights", "RowRecord", "LayerRecord", "CorrectionRecord", "Sidecar", "CalibrationRecord",
-               "RotationImport", "Encoding", "Producer")  # fmt: skip
-    names = set(schema["properties"]) | {name for r in records for name in schema["$defs"][r]["properties"]}
-    missing = [name for name in sorted(names) if f"`{name}`" not in text and f'"{name}"' not in text]
-    assert missing == []
+    found = passages()
+    fields = {name: set(record["properties"]) for name, record in schema["$defs"].items() if "properties" in record}
+    tables = {"Source": "source", "Weights": "weights", "LayerRecord": "layers[]", "RowRecord": "layers[].key"}
+    assert rows(found["manifest"]).keys() == set(schema["properties"])
+    for record, place in tables.items():
+        assert rows(found[place]).keys() == fields[record], place
+    sentences = {
+        "Producer": rows(found["manifest"])["producer"],
+        "License": rows(found["source"])["license"],
+        "CorrectionRecord": found["layers[].correction"],
+        "Sidecar": found["sidecar"],
+        "RotationImport": found["imported_rotations"],
+        "CalibrationRecord": found["calibration"],
+        "Encoding": found["encoding"],
+    }
+    for record, sentence in sentences.items():
+        assert [name for name in sorted(fields[record]) if f"`{name}`" not in sentence] == [], record
+    of_schemes = {name for name in fields if getattr(scheme_model, name, None) is not None}
+    assert set(fields) - of_schemes == {*tables, *sentences}
