@@ -6,7 +6,9 @@ prints what a page holds. Shapes: K KV heads, D head_dim, T tokens of a page, C 
 """
 
 import json
+import re
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +24,15 @@ KNOWN = {
     "bits": (1, 2, 4),
     "axis": ("token", "channel"),
     "zero_point": ("float", "integer", "none"),
+    "rounding": ("nearest", "error_feedback"),
     "token_scale": ("none", "l2", "rsqrt", "max", "mean_abs"),
+    "norm_scope": ("head", "token"),
     "apply": ("online", "folded"),
 }
 """Values that this reader understands. Any other is an error, never a guess."""
 DEFAULTS = {
-    "axis": "token", "zero_point": "float", "token_scale": "none", "num_centroids": 0, "rotation": None, "inverse": None,
-    "mean": None, "centroids": None,
+    "axis": "token", "zero_point": "float", "rounding": "nearest", "token_scale": "none", "norm_scope": "head",
+    "num_centroids": 0, "inverse": None, "mean": None, "centroids": None,
 }  # fmt: skip
 
 
@@ -44,12 +48,15 @@ class Artifact:
         directory = Path(directory)
         self.manifest = json.loads((directory / "kvcompile.json").read_text("utf-8"))
         version = self.manifest["schema_version"]
-        if int(version.split(".")[0]) > 1:
-            raise ValueError(f"schema version {version} is too new for this reader")
+        if not (isinstance(version, str) and re.fullmatch("[01][.][0-9]+", version)):
+            raise ValueError(f"schema version {version!r} is too new for this reader, or none")
+        sidecar = (directory / self.manifest["sidecar"]["file"]).read_bytes()
+        if sha256(sidecar).hexdigest() != self.manifest["sidecar"]["sha256"]:
+            raise ValueError("the sidecar is not the one that its manifest was written for")
         dtypes = {"F32": lambda b: np.frombuffer(b, "<f4"), "F64": lambda b: np.frombuffer(b, "<f8"), "BF16": bf16}
         self.tensors = {
             name: dtypes[entry["dtype"]](entry["data"]).reshape(entry["shape"])
-            for name, entry in deserialize((directory / self.manifest["sidecar"]["file"]).read_bytes())
+            for name, entry in deserialize(sidecar)
             if entry["dtype"] in dtypes
         }
 
@@ -80,8 +87,8 @@ class Artifact:
 def checked(half):
     """The record of a half, if this reader knows what it says."""
     for field, known in KNOWN.items():
-        if half[field] not in known:
-            raise ValueError(f"{field} {half[field]!r} is unknown to this reader")
+        if half.get(field) not in known:
+            raise ValueError(f"{field} {half.get(field)!r} is unknown to this reader")
     return half
 
 

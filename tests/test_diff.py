@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 import kvcompile
+from kvcompile.checkpoint import Checkpoint
+from kvcompile.errors import VerificationError
 from kvcompile.evaluate.difference import Change
+from kvcompile.export import export
 from tests.commands import overwrite, quick_conversions, reseal, run
 from tests.conftest import edit_json, family_config, save_model
+from tests.families import save_family
 
 Capsys = pytest.CaptureFixture[str]
 FEW: dict[str, Any] = {"calibration_tokens": 256}
@@ -124,6 +128,60 @@ def test_an_artifact_of_another_model(model: Path, artifact: Path, tmp_path: Pat
     assert [c.what for c in parts(other, model)["config.json"]] == ["rms_norm_eps"]
     another = save_model(family_config("qwen2", num_hidden_layers=1), tmp_path / "another")
     assert not kvcompile.diff(artifact, another).same
+
+
+@pytest.mark.parametrize("against", ["artifact", "model"])
+def test_files_are_compared_as_they_are(against: str, model: Path, artifact: Path, tmp_path: Path):
+    """Not as the manifest says they are."""
+    other, unaltered = tmp_path / "out", artifact if against == "artifact" else model
+    shutil.copytree(artifact, other)
+    assert kvcompile.diff(other, unaltered).same
+    overwrite(other, "model.norm.weight", b"\0" * 64)
+    edit_json(other / "config.json", rms_norm_eps=1.0)
+    (other / "tokenizer.json").unlink()
+    found = parts(other, unaltered)
+    file = Checkpoint(other).entries["model.norm.weight"].file
+    counted = {part: [c.what for c in changes if not c.expected] for part, changes in found.items()}
+    assert {part: what for part, what in counted.items() if what} == {
+        "weights": [str(file), "model.norm.weight"], "config.json": ["rms_norm_eps"], "files": ["tokenizer.json"],
+    }  # fmt: skip
+    assert (found["files"][0].a, "in the manifest" in found["weights"][0].a) == ("absent", True)
+    twin = Path(shutil.copytree(other, tmp_path / "twin"))
+    assert [Path(c.what).parent for c in kvcompile.diff(other, twin).changes] == [other, twin]  # both are damaged
+
+
+def test_queries_in_a_fused_matrix_count(tmp_path: Path):
+    model, out = save_family("phi3", tmp_path / "model"), tmp_path / "out"
+    kvcompile.convert(model, out, "quarot-int2")
+    assert kvcompile.diff(out, model).same
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    overwrite(out, fused, b"\0" * 64)
+    reseal(out, fused)
+    assert fused in [c.what for c in kvcompile.diff(out, model).changes if not c.expected]
+    with pytest.raises(VerificationError, match=r"layer 0: rows of .*qkv_proj.weight that make no values differ"):
+        kvcompile.verify(out, model)
+
+
+@pytest.mark.parametrize("override", ["apply=online", "kind=identity"])
+def test_layers_that_fold_nothing_are_as_they_were(override: str, model: Path, tmp_path: Path):
+    kvcompile.convert(model, tmp_path / "out", "quarot-int2", overrides=[f'layers."0".value.rotation.{override}'])
+    changes = kvcompile.diff(tmp_path / "out", model).changes
+    assert all(change.expected and ".layers.1." in change.what for change in changes)
+    assert len(changes) == 3
+    kvcompile.verify(tmp_path / "out", model)
+    overwrite(tmp_path / "out", o_proj := "model.layers.0.self_attn.o_proj.weight", b"\1" * 4)
+    reseal(tmp_path / "out", o_proj)
+    assert not kvcompile.diff(tmp_path / "out", model).same
+    with pytest.raises(VerificationError, match=f"tensor {o_proj} differs"):
+        kvcompile.verify(tmp_path / "out", model)
+
+
+def test_the_tag_is_expected(model: Path, artifact: Path, tmp_path: Path):
+    export(artifact, "transformers", tmp_path / "tagged")
+    for other in (model, artifact):
+        found = kvcompile.diff(tmp_path / "tagged", other)
+        assert found.same
+        assert [c.what for c in found.changes if c.part == "config.json"] == ["quantization_config"]
 
 
 def test_what_cannot_be_compared_is_exit_code_2(model: Path, artifact: Path, tmp_path: Path, capsys: Capsys):

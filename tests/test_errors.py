@@ -594,9 +594,41 @@ def test_output_that_appears_during_the_run(
 
 
 @pytest.mark.parametrize("weights", ["fold", "overlay"])
-def test_source_is_never_replaced(weights: str, artifact: Path, capsys: Capsys) -> None:
-    error = refuse_convert(capsys, artifact, artifact, "--force", "--weights", weights)
+def test_source_is_never_replaced(weights: str, model: Path, artifact: Path, capsys: Capsys) -> None:
+    source = model.rename(artifact / "model")
+    error = refuse_convert(capsys, source, artifact, "--force", "--weights", weights)
     check_says(error, artifact, "source", "choose another path")
+    check_says(refuse_convert(capsys, artifact, artifact, "--force", "--weights", weights), "converted checkpoint")
+
+
+def test_a_converted_checkpoint_is_no_source(model: Path, artifact: Path, tmp_path: Path, capsys: Capsys) -> None:
+    said = ("is a converted checkpoint", "convert the model that it was made from")
+    succeed(capsys, "convert", model, "-o", tmp_path / "overlay", "--scheme", "quarot-int2", "--weights", "overlay")
+    for source in (artifact, tmp_path / "overlay"):
+        check_says(refuse_convert(capsys, source, tmp_path / "out"), source, *said)
+        check_says(refuse_convert(capsys, source, tmp_path / "out", "--dry-run"), source, *said)
+    check_says(refuse(capsys, "compare", artifact, "--schemes", "quarot-int2", "-o", tmp_path / "out"), artifact, *said)
+    assert not (tmp_path / "out").exists()
+    (artifact / "model.safetensors.index.json").unlink()
+    for shard in artifact.glob("model*"):
+        shard.unlink()
+    torch.save({}, artifact / "pytorch_model.bin")
+    check_says(refuse_convert(capsys, artifact, tmp_path / "out", "--allow-pickle"), artifact, *said)
+    succeed(
+        capsys, "convert", model, "-o", tmp_path / "again", "--scheme", "quarot-int2"
+    )  # overlaid, and still a source
+
+
+@pytest.mark.parametrize("version", [[2], 2.0, True, None])
+def test_rotation_file_of_no_version(version: object, model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    torch.save({"format_version": version, "layers": {}}, tmp_path / "k.pt")
+    error = refuse_convert(capsys, model, tmp_path / "out", "--import-rotations", tmp_path / "k.pt", tmp_path / "k.pt")
+    check_says(error, tmp_path / "k.pt", f"format_version {version!r}", "reads 1 and 2")
+
+
+def test_rotation_file_that_is_a_folder(model: Path, tmp_path: Path, capsys: Capsys) -> None:
+    error = refuse_convert(capsys, model, tmp_path / "out", "--import-rotations", model, model)
+    check_says(error, f"rotation file {model} is no regular file")
 
 
 def test_output_below_a_file(model: Path, tmp_path: Path, capsys: Capsys) -> None:

@@ -294,7 +294,9 @@ def test_schemes_that_cannot_take_rotations(scheme: str, said: str, small_model:
 
 def test_a_converted_model_takes_no_further_rotations(converted: Path, unfolded: Path, tmp_path: Path):
     files = unfolded / "k_rotation.pt", unfolded / "v_rotation.pt"
-    with pytest.raises(RotationError, match="is a converted checkpoint, whose values may be rotated already"):
+    with pytest.raises(
+        kvcompile.errors.CheckpointError, match="is a converted checkpoint, whose values may be rotated already"
+    ):
         kvcompile.convert(converted, tmp_path / "out", "oscar-int2", import_rotations=files)
 
 

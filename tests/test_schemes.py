@@ -396,8 +396,10 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
             "key.rotation.target=key",
             "value.rotation.target=value",
         ),
+        ('layers."0".value.rotation.apply=online',),
+        ('layers."1".value.rotation.kind=identity',),
     ],
-    ids=["centred", "centred and rotated", "balanced"],
+    ids=["centred", "centred and rotated", "balanced", "partly online", "partly unrotated"],
 )
 @pytest.mark.parametrize("weights", ["fold", "overlay"])
 def test_nothing_but_quantization_changes_the_model(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvcompile.artifact.manifest import (
     MANIFEST_NAME,
-    SIDECAR_NAME,
     Manifest,
     correction_record,
     read_manifest,
@@ -30,10 +29,21 @@ class Artifact:
     manifest: Manifest
     weights_path: Path
 
+    @property
+    def folded(self) -> frozenset[int]:
+        """The layers whose value rotation is in the weights."""
+        rows = ((layer.index, layer.value) for layer in self.manifest.layers)
+        return frozenset(index for index, value in rows if value is not None and value.apply == "folded")
+
+    @property
+    def sidecar_path(self) -> Path:
+        """The file that the manifest names."""
+        return self.directory / self.manifest.sidecar.file
+
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The sidecar tensors, after their file has been checked against the manifest."""
-        path = self.directory / SIDECAR_NAME
+        path = self.sidecar_path
         if not path.is_file():
             raise ArtifactError(f"{path} is missing; convert the model again")
         if file_digest(path) != self.manifest.sidecar.sha256:
@@ -48,9 +58,7 @@ class Artifact:
     def tensor(self, name: str | None) -> Tensor | None:
         """A sidecar tensor by its name; None for None."""
         if name is not None and name not in self.tensors:
-            raise ArtifactError(
-                f"sidecar tensor {name} is missing from {self.directory / SIDECAR_NAME}; convert the model again"
-            )
+            raise ArtifactError(f"sidecar tensor {name} is missing from {self.sidecar_path}; convert the model again")
         return None if name is None else self.tensors[name]
 
     def check_projections(self) -> None:
@@ -59,7 +67,7 @@ class Artifact:
         for name, digest in self.manifest.weights.projections.items():
             if hashlib.sha256(tensor_bytes(checkpoint.load(name))).hexdigest() != digest:
                 raise ArtifactError(
-                    f"tensor {name} in {self.weights_path} is not the one that {self.directory / SIDECAR_NAME} was made for: "
+                    f"tensor {name} in {self.weights_path} is not the one that {self.sidecar_path} was made for: "
                     "weights and sidecar do not belong together; convert the model again"
                 )
 

@@ -5,16 +5,17 @@ major version is refused. The JSON Schema is published beside this file (`manife
 """
 
 import json
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvcompile.codec import PageFormat, RowFormat
 from kvcompile.document import read_json
 from kvcompile.errors import ArtifactError
 from kvcompile.scheme import Scheme, group_size
-from kvcompile.scheme.model import Identity, LayerScheme, LinearCorrection, RowCodec, TokenScale
+from kvcompile.scheme.model import LENIENT, Half, Identity, LayerScheme, LinearCorrection, RowCodec, TokenScale
 
 MANIFEST_NAME = "kvcompile.json"
 SIDECAR_NAME = "kvcompile.safetensors"
@@ -25,6 +26,21 @@ class Record(BaseModel):
     """A part of the manifest: immutable; unknown fields of a newer minor version are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+def _numbers(document: Any) -> Any:
+    """A table without the entries that are no numbers: those of another version, and null, as JSON has NaN."""
+    if not isinstance(document, dict):
+        return document
+    return {name: x for name, x in document.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+
+
+def _halves(document: Any) -> Any:
+    return {k: x for k, x in document.items() if k in ("key", "value")} if isinstance(document, dict) else document
+
+
+Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
+"""Numbers by name, of which any may be absent."""
 
 
 class Producer(Record):
@@ -198,7 +214,7 @@ class LayerRecord(Record):
     value: RowRecord | None
     page_tokens: Literal[64, 128] = 64
     correction: CorrectionRecord | None = None
-    metrics: dict[str, float] = {}
+    metrics: Numbers = {}
 
     def page_format(self) -> PageFormat:
         """The byte format of this layer's pages; only for compiled layers."""
@@ -209,7 +225,7 @@ class LayerRecord(Record):
 class Sidecar(Record):
     """The tensors beside the weights."""
 
-    file: str = SIDECAR_NAME
+    file: str = Field(default=SIDECAR_NAME, pattern=r"^[^/\\]+$")
     sha256: str
     shapes: dict[str, list[int]]
 
@@ -247,9 +263,9 @@ class Manifest(Record):
     layers: list[LayerRecord]
     sidecar: Sidecar
     calibration: CalibrationRecord | None
-    imported_rotations: dict[Literal["key", "value"], RotationImport] | None = None
-    bits_per_element: dict[str, float]
-    metrics: dict[str, float]
+    imported_rotations: Annotated[dict[Half, RotationImport] | None, BeforeValidator(_halves)] = None
+    bits_per_element: Numbers
+    metrics: Numbers
 
     @property
     def compiled(self) -> list[LayerRecord]:
@@ -266,8 +282,8 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         document = read_json(path)
-        version = str(document["schema_version"])
-        major = int(version.split(".")[0])
+        version = document["schema_version"]
+        major = _major(version)
     except FileNotFoundError as error:
         raise ArtifactError(f"{directory} is no converted checkpoint: {MANIFEST_NAME} is missing") from error
     except OSError as error:
@@ -279,27 +295,18 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} has schema version {version}, but this kvcompile reads up to {SCHEMA_MAJOR}.x; upgrade kvcompile"
         )
     try:
-        return _validate(document)
+        return Manifest.model_validate(document, context=LENIENT)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ArtifactError(f"{path} is not a valid manifest: {where}: {first['msg']}") from error
 
 
-def _validate(document: Any) -> Manifest:
-    """A manifest without the fields that only a newer minor version knows; a scheme does not drop those by itself."""
-    try:
-        return Manifest.model_validate(document)
-    except ValidationError as error:
-        unknown: list[Any] = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
-        if not unknown:
-            raise
-    for *parents, leaf in unknown:
-        section = document
-        for parent in parents:  # the location also names the kind of a rotation or clip, which is no key
-            section = section[parent] if isinstance(section, list) or parent in section else section
-        del section[leaf]
-    return Manifest.model_validate(document)
+def _major(version: Any) -> int:
+    """The major number of a schema version; raises ValueError for what is no ``major.minor``."""
+    if not isinstance(version, str) or not re.fullmatch("[0-9]+[.][0-9]+", version):
+        raise ValueError(f"{version!r} is no schema version")
+    return int(version.split(".")[0])
 
 
 def manifest_schema() -> dict[str, object]:

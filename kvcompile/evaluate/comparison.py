@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcompile.checkpoint import open_checkpoint
 from kvcompile.errors import CacheError, KvCompileError, OutputError, SchemeError
 from kvcompile.evaluate.cost import Cost, measure_cost
 from kvcompile.evaluate.divergence import reference_logits
@@ -24,7 +23,7 @@ from kvcompile.evaluate.uncalibrated import page_format
 from kvcompile.models import EXACT, load_model, load_tokenizer, resolve_device, take_inventory
 from kvcompile.passes.convert import collect_statistics, convert
 from kvcompile.passes.emit import CONTEXTS
-from kvcompile.passes.inventory import check_fit
+from kvcompile.passes.inventory import check_fit, open_source
 from kvcompile.runtime import load, new_cache
 from kvcompile.runtime.backend import choose_backend
 from kvcompile.scheme import Scheme, load_scheme
@@ -104,7 +103,7 @@ def compare(
     """
     planned = resolve_schemes(schemes)
     torch_device = resolve_device(device)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_source(model)
     layers = take_inventory(checkpoint).compiled
     for label, scheme in planned.items():
         for layer in layers:

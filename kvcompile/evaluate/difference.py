@@ -6,24 +6,31 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvcompile.artifact import MANIFEST_NAME, Artifact, open_artifact
-from kvcompile.checkpoint import Checkpoint, open_checkpoint, scale_names, with_unquantized
+from kvcompile.checkpoint import (
+    Checkpoint,
+    file_digest,
+    open_checkpoint,
+    quantization,
+    scale_names,
+    with_unquantized,
+)
 from kvcompile.errors import ArtifactError, CheckpointError, VerificationError
 from kvcompile.models import take_inventory
-from kvcompile.models.agreement import check_projections, projections
+from kvcompile.models.agreement import check_projections, projections, same_bits
 
 MISSING = "absent"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that differs: `part` is scheme, layers, sidecar, weights, metrics or provenance.
+    """One thing that differs: `part` is scheme, layers, sidecar, weights, config.json, files, metrics or provenance.
 
-    `expected` changes say nothing against the two being the same: who wrote an artifact, and the projections that a fold changed
-    without changing what they compute.
+    `a` and `b` are what A and B say; of a weight file that is not what its manifest says, the manifest and the file. `expected`
+    changes say nothing against the two being the same: who wrote an artifact, its tag for transformers, and the projections
+    that a fold changed without changing what they compute.
     """
 
     part: str
@@ -50,6 +57,8 @@ def diff(a: str | Path, b: str | Path) -> Difference:
 
     Two artifacts are the same when scheme, layers, sidecar, weights, provenance and metrics are. An artifact and a checkpoint
     are the same when all tensors but the folded projections are equal bit for bit, and those compute what the source's compute.
+    In both cases config.json and the tokenizer's and other files beside the weights count, and weight files that are not what
+    their manifest says make a difference.
     Raises ArtifactError when neither is an artifact, and what opening them raises.
     """
     are = [(Path(path) / MANIFEST_NAME).is_file() for path in (a, b)]
@@ -66,9 +75,13 @@ def _artifacts(a: Artifact, b: Artifact) -> Iterator[Change]:
     rows = [{str(layer.pop("index")): layer for layer in document["layers"]} for document in (ours, theirs)]
     yield from _fields("layers", rows[0], rows[1])
     yield from _tensors("sidecar", a.tensors, b.tensors)
-    if a.manifest.weights.files != b.manifest.weights.files:
-        left, right = Checkpoint(a.weights_path), Checkpoint(b.weights_path)
+    left, right = Checkpoint(a.weights_path), Checkpoint(b.weights_path)
+    altered = [*_altered(a, left), *_altered(b, right)]
+    yield from altered
+    if altered or a.manifest.weights.files != b.manifest.weights.files:
         yield from _weights(left, right)
+    yield from _config(left, right)
+    yield from _files(left, right)
     yield from _fields("provenance", _provenance(ours), _provenance(theirs))
     yield from _fields("metrics", ours["metrics"], theirs["metrics"])
     for change in _fields("provenance", {"producer": ours["producer"]}, {"producer": theirs["producer"]}):
@@ -84,11 +97,10 @@ def _from_source(a: str | Path, b: str | Path, first: bool) -> Iterator[Change]:
     """An artifact against a checkpoint; changes read from `a` to `b`, whichever is the artifact."""
     artifact = open_artifact(a if first else b)
     source, converted = open_checkpoint(b if first else a), Checkpoint(artifact.weights_path)
-    folded = {layer.index for layer in artifact.manifest.compiled if layer.value and layer.value.apply == "folded"}
     explained: set[str] = set()
     if set(converted.entries) <= set(source.entries):
         for layer in take_inventory(source).compiled:
-            if layer.index not in folded:
+            if layer.index not in artifact.folded:
                 continue
             try:
                 check_projections(layer, projections(source, layer), projections(converted, layer))
@@ -96,13 +108,37 @@ def _from_source(a: str | Path, b: str | Path, first: bool) -> Iterator[Change]:
                 continue  # what they compute differs, so their tensors count below
             explained |= set(layer.stored)
     left, right = (converted, source) if first else (source, converted)
+    yield from _altered(artifact, converted)
     for change in _weights(left, right):
         yield Change(change.part, change.what, change.a, change.b, change.what in explained)
-    if artifact.manifest.weights.mode == "fold":
-        modules = [name.removesuffix(".weight") for name in sorted(explained) if scale_names(source, name)]
-        expected = bool(modules) and with_unquantized(source, modules) == converted.config
-        for change in _fields("config.json", left.config, right.config):
-            yield Change(change.part, change.what, change.a, change.b, expected)
+    modules = [name.removesuffix(".weight") for name in sorted(explained) if scale_names(source, name)]
+    yield from _config(left, right, bool(modules) and with_unquantized(source, modules) == converted.config)
+    yield from _files(left, right)
+
+
+def _altered(artifact: Artifact, weights: Checkpoint) -> Iterator[Change]:
+    """Weight files that are not those of the manifest."""
+    recorded = artifact.manifest.weights.files
+    for name in sorted({*recorded, *(shard.name for shard in weights.shards)}):
+        path, said = weights.path / name, recorded.get(name, MISSING)
+        found = file_digest(path) if path.is_file() else MISSING
+        if found != said:
+            yield Change("weights", str(path), f"{said[:12]} in the manifest", f"{found[:12]} in fact")
+
+
+def _config(a: Checkpoint, b: Checkpoint, expected: bool = False) -> Iterator[Change]:
+    """config.json field by field; where neither is pre-quantized, all that its quantization_config can hold is our tag."""
+    plain = all(quantization(side.config, side.path) is None for side in (a, b))
+    for change in _fields("config.json", a.config, b.config):
+        tag = plain and change.what.split(".")[0] == "quantization_config"
+        yield Change(change.part, change.what, change.a, change.b, expected or tag)
+
+
+def _files(a: Checkpoint, b: Checkpoint) -> Iterator[Change]:
+    """Tokenizer, templates and the like; what is written about an export is none of the model's."""
+    others = ("config.json", "NOTES.md")
+    left, right = ({f.name: file_digest(f)[:12] for f in x.companions() if f.name not in others} for x in (a, b))
+    yield from _fields("files", left, right)
 
 
 def _fields(part: str, a: Any, b: Any, where: str = "") -> Iterator[Change]:
@@ -136,7 +172,7 @@ def _weights(a: Checkpoint, b: Checkpoint) -> Iterator[Change]:
 def _tensor(part: str, name: str, a: Tensor, b: Tensor) -> Iterator[Change]:
     if a.dtype != b.dtype or a.shape != b.shape:
         yield Change(part, name, _described(a), _described(b))
-    elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
+    elif not same_bits(a, b):
         x, y = a.double(), b.double()
         relative = float((x - y).norm() / x.norm().clamp_min(1e-300))
         yield Change(part, name, _described(a), f"{_described(b)}, relative difference {relative:.1e}")

@@ -18,6 +18,7 @@ from kvcompile.models.agreement import (
     compare_logits,
     logits_of,
     projections,
+    same_bits,
 )
 from kvcompile.models.forwards import Forward
 from kvcompile.models.placement import Placement, must_stream
@@ -126,8 +127,9 @@ def _check_sidecar(artifact: Artifact) -> str:
 
 
 def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Artifact) -> str:
-    edited = set(artifact.manifest.weights.projections)
-    scales = {name for layer in take_inventory(original).compiled for name in layer.stored} - edited
+    folded = [layer for layer in take_inventory(original).compiled if layer.index in artifact.folded]
+    edited = {name for layer in folded for name in layer.projections()}
+    scales = {scale for name in edited for scale in scale_names(original, name)}
     if set(original.entries) - scales != set(converted.entries):
         name = min((set(original.entries) - scales) ^ set(converted.entries))
         raise VerificationError(
@@ -135,8 +137,8 @@ def _check_unchanged(original: Checkpoint, converted: Checkpoint, artifact: Arti
         )
     for name in sorted(converted.entries):
         ours, theirs = converted.load(name), original.load(name)
-        dtype = edited_dtype(original, name) if scales.intersection(scale_names(original, name)) else theirs.dtype
-        if ours.shape != theirs.shape or ours.dtype != dtype or (name not in edited and not _same_bits(ours, theirs)):
+        dtype = edited_dtype(original, name) if name in edited else theirs.dtype
+        if ours.shape != theirs.shape or ours.dtype != dtype or (name not in edited and not same_bits(ours, theirs)):
             raise VerificationError(
                 f"tensor {name} differs from {original.path}, although it should be unchanged; is this the right source?"
             )
@@ -173,7 +175,3 @@ def _logits(checkpoint: Checkpoint, ids_T: torch.Tensor, low_memory: bool | None
     source = Placement(device, streamed).open_model(checkpoint, take_inventory(checkpoint), EXACT)
     forward = Forward(partial(logits_of, source.model, ids_T), len(ids_T))
     return source.run([forward], "logits", lambda items, *_: items)[0]
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -62,7 +62,14 @@ def projection_error(layer: AttentionLayer, source: dict[str, Tensor], edited: d
 
 
 def check_projections(layer: AttentionLayer, source: dict[str, Tensor], edited: dict[str, Tensor]) -> float:
-    """The `projection_error` of a layer; raises VerificationError when it is more than rounding to the edited dtype."""
+    """The `projection_error` of a layer; raises VerificationError when it is more than rounding to the edited dtype.
+
+    Rows of q and k, where they are fused with v, must be the source's bit for bit.
+    """
+    for name in filter(None, (layer.v_weight, layer.v_bias)):
+        before, after = (tensor[: layer.v_rows.start] for tensor in (source[name].to(edited[name].dtype), edited[name]))
+        if not same_bits(before, after):
+            raise VerificationError(f"layer {layer.index}: rows of {name} that make no values differ from the source's")
     error = projection_error(layer, source, edited)
     tolerance = PROJECTION_TOLERANCE.get(edited[layer.v_weight].dtype, PROJECTION_TOLERANCE[torch.float32])
     if not error <= tolerance:
@@ -84,6 +91,12 @@ def check_logits(agreement: LogitAgreement, dtypes: set[torch.dtype], source: Pa
         raise VerificationError(
             f"logits differ from {source} by {agreement.relative_error:.1e} (relative), allowed {LOGITS_TOLERANCE:.0e}"
         )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of any shape and dtype are equal byte for byte: NaN equals itself, 0 is not -0."""
+    as_bytes = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b))
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(*as_bytes)
 
 
 def projections(checkpoint: Checkpoint, layer: AttentionLayer) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from kvcompile.artifact import Manifest, read_manifest
 from kvcompile.calibration import read_corpus
-from kvcompile.checkpoint import Checkpoint, decodes, dense_bytes, is_pickled, open_checkpoint, quant_method
+from kvcompile.checkpoint import Checkpoint, decodes, dense_bytes, is_pickled, quant_method
 from kvcompile.errors import (
     ArtifactError,
     CalibrationError,
@@ -28,7 +28,7 @@ from kvcompile.passes.base import Context, Instrument, Pass, PassResult, run_pas
 from kvcompile.passes.calibrate import CalibratePass
 from kvcompile.passes.collection import CalibrationText, Collection, SharedStatistics, collect
 from kvcompile.passes.imported import read_rotations
-from kvcompile.passes.inventory import check_scheme
+from kvcompile.passes.inventory import check_scheme, check_unconverted, open_source
 from kvcompile.passes.ir import IR
 from kvcompile.passes.memory import PeakMemory
 from kvcompile.passes.ranks import Ranks
@@ -100,6 +100,7 @@ def convert(
     if allow_pickle and is_pickled(Path(model)):
         if weights == "overlay":
             raise OutputError(f"{model} holds pickles, over which no overlay can lie; convert with weights 'fold'")
+        check_unconverted(Path(model))
         Workspace(Path(out), force).check_source(Path(model))
         with safetensors_copy(Path(model), Path(out)) as copy:
             return convert(
@@ -118,7 +119,7 @@ def convert(
         pass_class(stop_after)
     workspace = Workspace(Path(out), force)
     workspace.check_output()
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_source(model)
     workspace.check_source(checkpoint.path)
     text = Path(calibration) if calibration else None
     given = CalibrationInput(text, calibration_field, calibration_tokens, seed, statistics)
@@ -209,7 +210,7 @@ def collect_statistics(
     Hand it to `convert` as `statistics`, with the same calibration. Raises what `convert` would raise for the model, a
     scheme that does not fit it, or the text.
     """
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_source(model)
     given = CalibrationInput(Path(calibration) if calibration else None, calibration_field, calibration_tokens, seed)
     needs: dict[CalibrationText, Collection] = {}
     inventory = take_inventory(checkpoint)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.artifact import MANIFEST_NAME, RotationImport, inverse_error
+from kvcompile.artifact import RotationImport, inverse_error
 from kvcompile.checkpoint import Checkpoint, file_digest
 from kvcompile.errors import RotationError, SchemeError
 from kvcompile.models import AttentionLayer, Inventory
@@ -40,15 +40,7 @@ class ImportedRotations:
         return self.matrices[half][layer.index].double().expand(shape)
 
     def check(self, checkpoint: Checkpoint, scheme: Scheme, inventory: Inventory) -> None:
-        """Raise RotationError or SchemeError, naming file and layer, unless every packed layer finds its matrices.
-
-        A checkpoint that is an artifact already is refused: its values are rotated, and would be a second time.
-        """
-        if (checkpoint.path / MANIFEST_NAME).exists():
-            raise RotationError(
-                f"{checkpoint.path} is a converted checkpoint, whose values may be rotated already; import rotations into "
-                "the model that they were made for"
-            )
+        """Raise RotationError or SchemeError, naming file and layer, unless every packed layer finds its matrices."""
         for layer in inventory.compiled:
             for half, row in scheme.layer(layer.index).rows():
                 if isinstance(row.rotation, Identity) or bool(getattr(row.rotation, "balance", 0)):
@@ -102,16 +94,18 @@ def read_rotations(key: str | Path, value: str | Path) -> ImportedRotations:
 
 def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise RotationError(f"rotation file {path} does not exist")
+        wrong = "is no regular file" if path.exists() else "does not exist"
+        raise RotationError(f"rotation file {path} {wrong}; give a file such as k_rotation.pt")
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its parts raise; to the user it is one thing
         raise RotationError(f"{path} is no rotation file: torch.load with weights_only=True cannot read it") from error
     if not isinstance(document, dict) or not isinstance(document.get("layers"), dict):
         raise RotationError(f"{path} is no rotation file: it has no 'layers'")
-    if document.get("format_version") not in VERSIONS:
+    version = document.get("format_version")
+    if type(version) is not int or version not in VERSIONS:
         raise RotationError(
-            f"{path} has format_version {document.get('format_version')!r}, but this kvcompile reads 1 and 2; upgrade kvcompile"
+            f"{path} has format_version {version!r}, but this kvcompile reads 1 and 2; upgrade kvcompile"
         )
     return document
 

@@ -1,10 +1,13 @@
 """Pass `inventory`: find the attention layers and check that the scheme fits them, before any weight is read."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
+from kvcompile.artifact import MANIFEST_NAME
+from kvcompile.checkpoint import Checkpoint, open_checkpoint
 from kvcompile.codec.feedback import MAX_FEEDBACK_DIM
-from kvcompile.errors import SchemeError
+from kvcompile.errors import CheckpointError, SchemeError
 from kvcompile.linalg import is_hadamard_order
 from kvcompile.models import AttentionLayer, Inventory, check_quantization, take_inventory
 from kvcompile.passes.base import Context, PassResult
@@ -46,6 +49,22 @@ class InventoryPass:
     def ensures(self, ir: IR) -> str | None:
         """At least one layer is compiled."""
         return None if ir.inventory and ir.inventory.compiled else "no layer is compiled"
+
+
+def open_source(model: str | Path) -> Checkpoint:
+    """The checkpoint to convert, from a directory or the Hub. Raises CheckpointError for one that is converted already."""
+    check_unconverted(Path(model))
+    checkpoint = open_checkpoint(model)
+    check_unconverted(checkpoint.path)
+    return checkpoint
+
+
+def check_unconverted(path: Path) -> None:
+    """Raise CheckpointError for a converted directory, whose rotations would be lost from the record or applied twice."""
+    if (path / MANIFEST_NAME).exists():
+        raise CheckpointError(
+            f"{path} is a converted checkpoint, whose values may be rotated already; convert the model that it was made from"
+        )
 
 
 def check_scheme(scheme: Scheme, inventory: Inventory) -> None:

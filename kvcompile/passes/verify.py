@@ -70,7 +70,8 @@ class _Edits:
 
     def __init__(self, ir: IR):
         self._ir, self._edits = ir, fold_edits(ir)
-        self._layers = {layer.index: layer for layer in ir.layers().compiled}
+        folded = {fold.layer for fold in ir.folds}
+        self._layers = {layer.index: layer for layer in ir.layers().compiled if layer.index in folded}
 
     def apply(self, index: int, module: nn.Module) -> float:
         """Put the edited tensors into the module of a layer, probing them; the error of its projections."""
@@ -84,9 +85,7 @@ class _Edits:
         }
         error = check_projections(layer, source, edited)
         with torch.no_grad():
-            for (
-                name,
-                tensor,
-            ) in edited.items():  # above the layer a checkpoint may name things otherwise than the model does
+            # Above the layer a checkpoint may name things otherwise than the model does.
+            for name, tensor in edited.items():
                 module.get_parameter(name.removeprefix(f"{layer.prefix}.")).copy_(tensor)
         return error

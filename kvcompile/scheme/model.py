@@ -5,15 +5,24 @@ from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 Half = Literal["key", "value"]
+LENIENT = "ignore unknown fields"
+"""The validation context of a scheme that another version may have written, in a manifest."""
 
 
 class Section(BaseModel):
-    """A part of a scheme: immutable, and unknown fields are refused."""
+    """A part of a scheme: immutable, and unknown fields are refused (unless validated as `LENIENT`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_unknown(cls, document: Any, info: ValidationInfo) -> Any:
+        if info.context == LENIENT and isinstance(document, dict):
+            return {name: value for name, value in document.items() if name in cls.model_fields}
+        return document
 
 
 class Identity(Section):
@@ -272,7 +281,10 @@ class Scheme(LayerScheme):
     layers: dict[str, dict[str, Any]] = Field(default={}, max_length=256)
 
     @model_validator(mode="after")
-    def _overrides_are_valid(self) -> "Scheme":
+    def _overrides_are_valid(self, info: ValidationInfo) -> "Scheme":
+        if info.context == LENIENT:
+            for place, override in list(self.layers.items()):
+                self.layers[place] = self._known(place, override)
         for place, override in self.layers.items():
             for index in _layer_numbers(place):
                 if unknown := set(override) - {"key", "value", "window"}:
@@ -293,12 +305,26 @@ class Scheme(LayerScheme):
     def layer(self, index: int) -> LayerScheme:
         """What the scheme does to layer `index`; later overrides win."""
         if index not in self._by_layer:
-            document = self.model_dump(include={"key", "value", "window", "correction"})
-            for place, override in self.layers.items():
-                if index in _layer_numbers(place):
-                    document = _merge(document, override)
-            self._by_layer[index] = LayerScheme.model_validate(document)
+            self._by_layer[index] = LayerScheme.model_validate(self._merged(index))
         return self._by_layer[index]
+
+    def _merged(self, index: int, last: str | None = None) -> dict[str, Any]:
+        """The scheme of layer `index` with its overrides, those after `last` left out."""
+        document = self.model_dump(include={"key", "value", "window", "correction"})
+        for place, override in self.layers.items():
+            if index in _layer_numbers(place):
+                document = _merge(document, override)
+            if place == last:
+                break
+        return document
+
+    def _known(self, place: str, override: dict[str, Any]) -> dict[str, Any]:
+        """What of an override a layer's scheme has fields for; one that is not valid stays as it is, to be refused."""
+        try:
+            merged = self._merged(min(_layer_numbers(place)), place)
+            return _common(override, LayerScheme.model_validate(merged, context=LENIENT).model_dump())
+        except ValidationError:
+            return override
 
     def variants(self) -> Iterator[LayerScheme]:
         """Every different thing that is done to some layer; the scheme's own first."""
@@ -368,6 +394,15 @@ def _merge(document: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]
         else:
             merged[name] = _merge(old, value)
     return merged
+
+
+def _common(document: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """`document` without the fields that `known` does not have, at any depth."""
+    return {
+        name: _common(value, known[name]) if isinstance(value, dict) and isinstance(known[name], dict) else value
+        for name, value in document.items()
+        if name in known
+    }
 
 
 def reset_section(defaults_of: dict[str, Any], kind: Any) -> dict[str, Any]:
