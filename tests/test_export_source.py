@@ -143,3 +143,18 @@ def test_sglang_rotates_a_mix_of_layers_once(mixed: tuple[Path, Path], tmp_path:
     assert [torch.equal(theirs[i]["rotation"], identity) for i in range(4)] == [False, True, False, False]
     assert 'ABSORB_V_ROTATION="0"' in (tmp_path / "own" / "oscar.env").read_text()
     assert 'ABSORB_V_ROTATION="1"' in (tmp_path / "source" / "oscar.env").read_text()
+
+
+def test_the_gguf_sidecar_of_a_mix_of_layers(mixed: tuple[Path, Path], tmp_path: Path):
+    gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
+    source, out = mixed
+    for name, weights, side, sides, rotated in (
+        ("own", None, "mixed", ["online", "none", "folded", "folded"], {0}),
+        ("source", source, "mixed", ["online", "none", "online", "online"], {0, 2, 3}),
+    ):
+        export(out, "gguf", tmp_path / name, source=weights)
+        reader = gguf.GGUFReader(tmp_path / name / "rotations.gguf")
+        assert reader.fields["kvcompile.v_rotation"].contents() == side
+        assert reader.fields["kvcompile.value.side"].contents() == sides
+        values = {int(x.name.split(".")[1]) for x in reader.tensors if x.name.endswith("attn_v_rot.weight")}
+        assert values == rotated
