@@ -1,4 +1,4 @@
-"""A local stand-in for the Hugging Face Hub: as much of its HTTP interface as creating a repository and one commit needs.
+"""A local stand-in for the Hugging Face Hub: as much of its HTTP interface as creating a repository and commits need.
 
 All files are asked for as regular ones, in the commit itself, because large ones go through the Hub's own storage service.
 """
@@ -17,7 +17,10 @@ TOKEN = "hf_thisisasecretthatmustnotbeshown"
 
 @dataclass
 class Hub:
-    """What was pushed: files by ``repo@revision``, and the status that every request gets instead, if one is set."""
+    """What was pushed: files by ``repo@revision``, and the status that every request gets instead, if one is set.
+
+    A busy repository takes no commit.
+    """
 
     endpoint: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -25,6 +28,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
     fail: int | None = None
+    busy: bool = False
 
 
 @contextmanager
@@ -37,7 +41,7 @@ def serve() -> Iterator[Hub]:
             pass
 
         def answer(self, status: int, document: Any = None) -> None:
-            payload = json.dumps(document if document is not None else {}).encode()
+            payload = json.dumps({} if document is None else document).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(payload)))
@@ -64,6 +68,11 @@ def serve() -> Iterator[Hub]:
                 self.answer(200, {"url": f"{hub.endpoint}/{name}", "id": name})
             elif path == "/api/validate-yaml":
                 self.answer(200, {"errors": [], "warnings": []})
+            elif "/tree/" in path:
+                files = hub.files.get(path.removeprefix("/api/models/").replace("/tree/", "@"), {})
+                self.answer(200, [
+                    {"type": "file", "path": name, "oid": "0" * 40, "size": len(content)} for name, content in files.items()
+                ])  # fmt: skip
             elif "/branch/" in path:
                 self.answer(200)
             elif "/preupload/" in path:
@@ -78,6 +87,9 @@ def serve() -> Iterator[Hub]:
                 self.answer(200, {"id": "me/model", "sha": "0" * 40, "siblings": [], "private": False})
 
         def commit(self, path: str, body: bytes) -> None:
+            if hub.busy:
+                self.answer(409, {"error": "A commit has happened since."})
+                return
             repo, _, revision = path.removeprefix("/api/models/").partition("/commit/")
             files = hub.files.setdefault(f"{repo}@{revision}", {})
             for line in body.splitlines():
@@ -87,6 +99,8 @@ def serve() -> Iterator[Hub]:
                     hub.messages.append(value["summary"])
                 elif entry["key"] == "file":
                     files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "deletedFile":
+                    del files[value["path"]]
             self.answer(200, {"commitUrl": f"{hub.endpoint}/{repo}/commit/1", "commitOid": "1" * 40})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

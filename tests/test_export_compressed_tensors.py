@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvcompile
+from kvcompile.artifact import open_artifact
 from kvcompile.errors import ExportError
 from kvcompile.export import export
+from kvcompile.export.compressed_tensors_config import VERIFIED, CompressedTensorsTarget
 from kvcompile.models.agreement import KL_TOLERANCE, compare_logits, logits_of
 from tests.commands import quick_conversions
 from tests.conftest import EXAMPLE, family_config, save_model
+from tests.families import CASES, save_family
 
 transform = pytest.importorskip("compressed_tensors.transform", reason="compressed-tensors is not installed")
 IDS = torch.arange(160) * 7 % 4096
@@ -80,6 +84,51 @@ def test_cached_keys_are_rotated_as_ours(scheme: str, tmp_path: Path):
         theirs, ours = (m(IDS[None], use_cache=True).past_key_values for m in (applied(tmp_path / "view"), plain))
     r_KDD = load_file(tmp_path / "out" / "kvcompile.safetensors")["layers.0.key.rotation"]
     assert torch.allclose(theirs.layers[0].keys, ours.layers[0].keys @ r_KDD, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(VERIFIED))
+def test_verified_families(family: str, tmp_path: Path):
+    """Logits of the source, with R3 on every layer; with R2 too, or a refusal where a module has another name."""
+    model = save_family(family, tmp_path / "model")
+    kvcompile.convert(model, tmp_path / "out", "quarot-int2", overrides=("calibration.tokens=64",))
+    expected = reference(model)
+    weights: list[Path | None] = [None, model]
+    if family in ("phi", "phi3"):
+        with pytest.raises(ExportError, match=r"layer 0: it has (qkv_proj|dense) in place of [vo]_proj"):
+            export(tmp_path / "out", "compressed-tensors", tmp_path / "view", source=weights.pop())
+    for number, source in enumerate(weights):
+        export(tmp_path / "out", "compressed-tensors", tmp_path / str(number), source=source)
+        loaded = applied(tmp_path / str(number))
+        assert compare_logits(expected, logits_of(loaded, IDS)).relative_error < 1e-5
+        hooked = {name.partition(".self_attn")[0] for name, _ in loaded.named_modules() if "R3_" in name}
+        assert hooked == {"model.layers.0", "model.layers.1"}
+
+
+@pytest.mark.parametrize("family", sorted(CASES.keys() - VERIFIED))
+def test_other_families_are_refused(family: str, quarot: Path):
+    artifact = open_artifact(quarot)
+    other = artifact.manifest.source.model_copy(update={"model_type": family})
+    manifest = artifact.manifest.model_copy(update={"source": other})
+    reason = CompressedTensorsTarget().refuse(replace(artifact, manifest=manifest))
+    assert reason == f"what that library makes of {family} is not verified here"
+
+
+def test_keys_of_all_layers_or_none(tmp_path: Path):
+    """The library looks for its hooks in every layer once one layer has them."""
+    why = "keys of some layers are not rotated"
+    kinds = ["full_attention", "sliding_attention"]
+    partly = family_config("qwen3", layer_types=kinds, use_sliding_window=True, sliding_window=16)
+    kvcompile.convert(save_model(partly, tmp_path / "model"), tmp_path / "out", "quarot-int2")
+    with pytest.raises(ExportError, match=why):
+        export(tmp_path / "out", "compressed-tensors", tmp_path / "view")
+    scheme = tmp_path / "scheme.toml"
+    scheme.write_text(
+        'name = "mixed"\nsummary = "keys of layer 1 are left"\n[key.rotation]\nkind = "hadamard"\n'
+        '[value.quantizer]\nbits = 4\n[layers."1".key.rotation]\nkind = "identity"\n'
+    )
+    kvcompile.convert(EXAMPLE, tmp_path / "mixed", scheme)
+    with pytest.raises(ExportError, match=why):
+        export(tmp_path / "mixed", "compressed-tensors", tmp_path / "view")
 
 
 def test_overlays_and_biases(tmp_path: Path):

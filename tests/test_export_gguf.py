@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 import kvcompile
+from kvcompile.checkpoint import file_digest
 from kvcompile.errors import ExportError
 from kvcompile.export import export
 from tests.commands import quick_conversions
@@ -43,7 +44,9 @@ def test_folded_weights_get_key_rotations_only(converted: Path, tmp_path: Path):
     assert fields["general.architecture"] == "qwen3"
     assert (fields["kvcompile.v_rotation"], fields["kvcompile.key_channels"]) == ("folded", "half")
     layers = kvcompile.artifact.read_manifest(converted).compiled
-    assert fields["kvcompile.key.clip_ratio"] == pytest.approx([layer.key.clip_ratio for layer in layers])
+    assert fields["kvcompile.key.clip_ratio"] == [layer.key.clip_ratio for layer in layers]
+    assert fields["kvcompile.value.side"] == ["folded"] * 4
+    assert fields["kvcompile.weights.sha256"] == [f"model.safetensors {file_digest(converted / 'model.safetensors')}"]
 
 
 def test_unfolded_weights_get_both(converted: Path, tmp_path: Path):
@@ -52,6 +55,35 @@ def test_unfolded_weights_get_both(converted: Path, tmp_path: Path):
     r_KDD = load_file(converted / "kvcompile.safetensors")["layers.2.value.rotation"].numpy()
     assert np.array_equal(tensors["blk.2.attn_v_rot.weight"], r_KDD.transpose(0, 2, 1))
     assert fields["kvcompile.v_rotation"] == "online"
+    assert fields["kvcompile.value.side"] == ["online"] * 4
+    assert fields["kvcompile.weights.sha256"] == [f"model.safetensors {file_digest(EXAMPLE / 'model.safetensors')}"]
+
+
+def test_fields_say_the_whole_format_and_notes_what_is_not_there(small_model: Path, tmp_path: Path):
+    """Codes are misread without axis, zero points and norms, so these are fields; tensors that the file lacks are named."""
+    kvcompile.convert(small_model, tmp_path / "out", "omni-int2", calibration_tokens=256)
+    notes = export(tmp_path / "out", "gguf", tmp_path / "view")
+    _, fields = read(tmp_path / "view")
+    layers = kvcompile.artifact.read_manifest(tmp_path / "out").compiled
+    for name in ("bits", "group_size", "axis", "zero_point", "rounding", "token_scale", "norm_scope", "num_centroids"):
+        for half in ("key", "value"):
+            assert fields[f"kvcompile.{half}.{name}"] == [getattr(getattr(layer, half), name) for layer in layers], name
+    window = kvcompile.artifact.read_manifest(tmp_path / "out").scheme.window
+    assert (fields["kvcompile.window.sink"], fields["kvcompile.window.recent"]) == (
+        [window.sink] * 2,
+        [window.recent] * 2,
+    )
+    assert [entry.partition(":")[0] for entry in notes.refused] == ["key norms", "codes and windows"]
+
+
+def test_keys_that_are_not_rotated_are_not_said_to_be(small_model: Path, tmp_path: Path):
+    overrides = ("key.rotation.kind=identity", "key.center=true")
+    kvcompile.convert(small_model, tmp_path / "out", "quarot-int4", overrides=overrides, calibration_tokens=256)
+    notes = export(tmp_path / "out", "gguf", tmp_path / "view", source=small_model)
+    assert notes.carried == (
+        "key rotation: there is none", "value rotation: blk.{i}.attn_v_rot.weight, for unfolded weights"
+    )  # fmt: skip
+    assert any(entry.startswith("means:") for entry in notes.refused)
 
 
 def test_a_rotation_of_the_whole_layer_is_one_matrix(tmp_path: Path):

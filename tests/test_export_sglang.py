@@ -1,5 +1,6 @@
 """Rotation files of the OSCAR fork of SGLang, both ways: never a double rotation, and files of the fork itself."""
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from transformers.masking_utils import sdpa_mask
 
 import kvcompile
 from kvcompile.artifact import open_artifact, read_manifest
-from kvcompile.checkpoint import Checkpoint, file_digest
+from kvcompile.checkpoint import file_digest
 from kvcompile.errors import ExportError, RotationError, SchemeError
 from kvcompile.export import Notes, export
+from kvcompile.export.sglang import closest_ratio
 from kvcompile.models.agreement import KL_TOLERANCE, compare_logits, logits_of
 from tests.commands import contents, quick_conversions, refuse, succeed
 from tests.conftest import EXAMPLE, SHARED, family_config, save_model
@@ -59,12 +61,14 @@ def environment(view: Path) -> dict[str, str]:
     return {k: v for k, _, v in (line.partition("=") for line in lines) if k.startswith("SGLANG_")}
 
 
-def as_that_engine(weights: Path, view: Path, ids_T: Tensor) -> Tensor:
-    """Logits ``[T, V]`` of `weights` with attention as that engine computes it, nothing quantized.
+def as_that_engine(weights: Path, view: Path, ids_T: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """Logits ``[T, V]`` of `weights` with attention as that engine computes it, and values ``[K, T, D]`` as it stores them.
 
     q and k are rotated by R_K; v by R_V (with ABSORB that happens in W_V, which is the same); the output always by R_V^T.
+    Nothing is quantized. Logits do not tell whether values were rotated once: what is stored does.
     """
     files = environment(view)
+    stored: dict[int, Tensor] = {}
     keys, values = (read(Path(files[f"SGLANG_OSCAR_{half}_ROTATION_PATH"]))["layers"] for half in "KV")
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
@@ -76,13 +80,25 @@ def as_that_engine(weights: Path, view: Path, ids_T: Tensor) -> Tensor:
             return r_KDD.repeat_interleave(groups, 0) if heads != k.shape[1] else r_KDD
 
         q, k = q @ matrix(keys, q.shape[1]), k @ matrix(keys, k.shape[1])
-        out_BTHD, _ = sdpa_attention_forward(module, q, k, v @ matrix(values, v.shape[1]), mask, **kwargs)
+        v = v @ matrix(values, v.shape[1])
+        stored[module.layer_idx] = v[0].clone()
+        out_BTHD, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
         return (out_BTHD.transpose(1, 2) @ matrix(values, q.shape[1]).mT).transpose(1, 2), None
 
     AttentionInterface.register(ENGINE, attend)
     AttentionMaskInterface.register(ENGINE, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32, attn_implementation=ENGINE)
-    return logits_of(model, ids_T)
+    return logits_of(model, ids_T), stored
+
+
+def check_values(stored: dict[int, Tensor], artifact: Path, ids_T: Tensor) -> None:
+    """Assert that values are stored as the artifact says: those of the plain source, rotated by the sidecar, once."""
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
+    with torch.inference_mode():
+        plain = model(ids_T[None], use_cache=True).past_key_values
+    for i, v_KTD in stored.items():
+        wanted_KTD = plain.layers[i].values[0] @ open_artifact(artifact).tensors[f"layers.{i}.value.rotation"]
+        assert (v_KTD - wanted_KTD).norm() < 0.02 * wanted_KTD.norm()  # bfloat16 weights, rounded once more
 
 
 def source_logits(ids_T: Tensor) -> Tensor:
@@ -98,7 +114,9 @@ def test_folded_weights_get_the_identity_and_no_absorption(converted: Path, view
     assert all(torch.equal(entry["rotation"], torch.eye(64)) for entry in values["layers"].values())
     assert said["SGLANG_OSCAR_ABSORB_V_ROTATION"] == "0"
     ids = torch.arange(200) * 7 % 4096
-    assert compare_logits(source_logits(ids), as_that_engine(converted, view, ids)).kl < KL_TOLERANCE
+    logits, stored = as_that_engine(converted, view, ids)
+    assert compare_logits(source_logits(ids), logits).kl < KL_TOLERANCE
+    check_values(stored, converted, ids)
 
 
 def test_unfolded_weights_get_the_true_rotations(converted: Path, unfolded: Path):
@@ -114,27 +132,27 @@ def test_unfolded_weights_get_the_true_rotations(converted: Path, unfolded: Path
     assert said["SGLANG_OSCAR_ABSORB_V_ROTATION"] == "1"
     assert str(EXAMPLE) in (unfolded / "launch.sh").read_text()
     ids = torch.arange(200) * 7 % 4096
-    assert compare_logits(source_logits(ids), as_that_engine(EXAMPLE, unfolded, ids)).relative_error < 1e-5
+    logits, stored = as_that_engine(EXAMPLE, unfolded, ids)
+    assert compare_logits(source_logits(ids), logits).relative_error < 1e-5
+    check_values(stored, converted, ids)
 
 
-def test_values_are_rotated_once_whichever_weights_are_handed_over(converted: Path, view: Path, unfolded: Path):
-    """What that engine stores: v of its weights times its R_V. Twice rotated values would give right logits and bad codes."""
-    x_ND = torch.randn(32, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for i in range(4):
-        stored = []
-        for weights, files in ((converted, view), (EXAMPLE, unfolded)):
-            w_V = Checkpoint(weights).load(f"model.layers.{i}.self_attn.v_proj.weight").double()
-            v_KND = (x_ND @ w_V.T).unflatten(1, (2, 64)).transpose(0, 1)
-            stored.append(v_KND @ read(files / "v_rotation.pt")["layers"][i]["rotation"].double())
-        assert (stored[0] - stored[1]).norm() < 0.01 * stored[1].norm()  # bfloat16 weights, rounded once more
+def test_the_emulation_notices_a_double_rotation(converted: Path, unfolded: Path):
+    """True R_V with weights that are folded already: right logits, and values that nothing was calibrated for."""
+    ids = torch.arange(200) * 7 % 4096
+    logits, stored = as_that_engine(converted, unfolded, ids)
+    assert compare_logits(source_logits(ids), logits).kl < KL_TOLERANCE
+    with pytest.raises(AssertionError):
+        check_values(stored, converted, ids)
 
 
 def test_environment_and_launch_command(converted: Path, view: Path):
     said, layers = environment(view), read_manifest(converted).compiled
     assert said["SGLANG_ENABLE_MIXED_KV_WINDOWS"] == "1"
     assert (said["SGLANG_MIXED_KV_PREFIX_TOKENS"], said["SGLANG_MIXED_KV_RECENT_TOKENS"]) == ("64", "256")
-    mean = sum(layer.key.clip_ratio for layer in layers) / len(layers)
-    assert float(said["SGLANG_OSCAR_K_CLIP_RATIO"]) == pytest.approx(mean, abs=1e-4)
+    assert len({layer.key.clip_ratio for layer in layers}) > 1
+    channels = [int(layer.key.clip_ratio * 64) for layer in layers]
+    assert int(float(said["SGLANG_OSCAR_K_CLIP_RATIO"]) * 64) == round(sum(channels) / len(channels))
     launch = (view / "launch.sh").read_text()
     assert "--kv-cache-dtype int2 --kv-cache-quant-group-size 64" in launch
     assert str(converted) in launch
@@ -153,7 +171,7 @@ def test_one_clip_ratio_says_what_it_costs(converted: Path, tmp_path: Path):
 
     assert "not measured" in cost(export(converted, "sglang", tmp_path / "silent"))
     assert any(entry.startswith("key clip per layer: one ratio") for entry in export(
-        converted, "sglang", tmp_path / "measured", text=EXAMPLE.parent / "heldout.txt").approximated)  # fmt: skip
+        converted, "sglang", tmp_path / "measured", options={"text": EXAMPLE.parent / "heldout.txt"}).approximated)  # fmt: skip
     text = (tmp_path / "measured" / "NOTES.md").read_text()
     assert "KL to the unquantized model" in text
     assert "positions of heldout.txt" in text
@@ -161,8 +179,36 @@ def test_one_clip_ratio_says_what_it_costs(converted: Path, tmp_path: Path):
 
 def test_nothing_is_approximated_where_all_layers_have_one_ratio(tmp_path: Path):
     kvcompile.convert(EXAMPLE, tmp_path / "out", "oscar-int2", overrides=FIXED_CLIP, calibration_tokens=256)
-    notes = export(tmp_path / "out", "sglang", tmp_path / "view", text="bundled")
+    notes = export(tmp_path / "out", "sglang", tmp_path / "view", options={"text": "bundled"})
     assert notes.approximated == ()
+
+
+@pytest.mark.parametrize("ratio", ["0.953125", "0.9375", "0.96", "1"])
+def test_a_clip_ratio_selects_the_same_channel_there(ratio: str, small_model: Path, tmp_path: Path):
+    """int(ratio * D) of the ratio as that engine reads it; 61/64 rounded to four digits would select the channel below."""
+    clip = (f"key.clip.ratio={ratio}", f"value.clip.ratio={ratio}")
+    kvcompile.convert(small_model, tmp_path / "out", "oscar-int2", overrides=clip, calibration_tokens=256)
+    assert export(tmp_path / "out", "sglang", tmp_path / "view").approximated == ()
+    for half in "KV":
+        theirs = float(environment(tmp_path / "view")[f"SGLANG_OSCAR_{half}_CLIP_RATIO"])
+        assert [int(theirs * dim) for dim in (64, 80, 128)] == [int(float(ratio) * dim) for dim in (64, 80, 128)]
+
+
+def test_one_ratio_for_layers_that_differ():
+    assert closest_ratio([0.96, 0.96], [64, 64]) == 0.96
+    assert closest_ratio([0.95, 1.0], [64, 64]) == 62.5 / 64  # channels 60 and 63, which rounds to even
+    assert int(closest_ratio([0.9, 0.96], [80, 80]) * 80) == 74  # 72 and 76
+
+
+def test_windows_count_in_the_cost(small_model: Path, tmp_path: Path):
+    """They are approximated where nothing else is, and the view is measured with them."""
+    overrides = (*FIXED_CLIP, "window.sink=60", "window.recent=70")
+    kvcompile.convert(small_model, tmp_path / "out", "oscar-int2", overrides=overrides, calibration_tokens=256)
+    notes = export(tmp_path / "out", "sglang", tmp_path / "view", options={"text": EXAMPLE.parent / "heldout.txt"})
+    windows, cost = notes.approximated
+    assert windows.startswith("windows: rounded up")
+    native, there = re.search(r"model (\S+) nats per token instead of (\S+) ", cost).groups()
+    assert native != there
 
 
 def test_layer_scope_is_format_version_1(tmp_path: Path):
@@ -176,7 +222,7 @@ def test_layer_scope_is_format_version_1(tmp_path: Path):
     assert keys["layers"][0]["rotation"].shape == (64, 64)
     assert notes.approximated[0].startswith("windows: rounded up")
     assert environment(tmp_path / "view")["SGLANG_MIXED_KV_PREFIX_TOKENS"] == "64"
-    export(tmp_path / "out", "sglang", tmp_path / "two", format_version="2")
+    export(tmp_path / "out", "sglang", tmp_path / "two", options={"format_version": "2"})
     assert read(tmp_path / "two" / "k_rotation.pt")["layers"][0]["rotation"].shape == (2, 64, 64)
 
 
@@ -197,9 +243,9 @@ def test_refusals(scheme: str, why: str, small_model: Path, tmp_path: Path, caps
 
 def test_refuses_options_that_do_not_fit(converted: Path, small_model: Path, tmp_path: Path):
     with pytest.raises(ExportError, match="format_version 1 cannot say"):
-        export(converted, "sglang", tmp_path / "view", format_version="1")
-    with pytest.raises(ExportError, match="format_version is 1 or 2, not 3"):
-        export(converted, "sglang", tmp_path / "view", format_version="3")
+        export(converted, "sglang", tmp_path / "view", options={"format_version": "1"})
+    with pytest.raises(ExportError, match="format_version is 1 or 2, not '3'"):
+        export(converted, "sglang", tmp_path / "view", options={"format_version": "3"})
     with pytest.raises(ExportError, match=r"is not the checkpoint that .* was made from"):
         export(converted, "sglang", tmp_path / "view", source=small_model)
 

@@ -45,6 +45,14 @@ def test_plain_is_an_ordinary_checkpoint_with_the_logits_of_its_source(converted
     assert compare_logits(source, ours).kl < KL_TOLERANCE
 
 
+def test_notes_of_an_export_do_not_travel(converted: Path, tmp_path: Path):
+    import shutil
+
+    model = Path(shutil.copytree(EXAMPLE, tmp_path / "model"))
+    (model / "NOTES.md").write_text("of another export")
+    assert "NOTES.md" not in [file.name for file in Checkpoint(model).companions()]
+
+
 def test_plain_refuses_what_has_no_weights_of_its_own(overlay: Path, tmp_path: Path):
     with pytest.raises(ExportError, match="is an overlay, its weights are the source's own"):
         export(overlay, "plain", tmp_path / "plain")
@@ -107,6 +115,12 @@ def test_listing(capsys: Capsys):
     [
         (("--to", "gpt"), "unknown export target 'gpt'; there are plain"),
         (("--to", "plain", "--option", "nonsense=1"), "export to plain has no option 'nonsense'; it takes none"),
+        (("--to", "sglang", "--option", "source=x"), "has no option 'source'; it takes format_version, text"),
+        (("--to", "sglang", "--option", "target=x"), "has no option 'target'"),
+        (("--to", "sglang", "--option", "out=x"), "has no option 'out'"),
+        (("--to", "sglang", "--option", "folder=x"), "has no option 'folder'"),
+        (("--to", "sglang", "--option", "format_version=abc"), "option format_version is 1 or 2, not 'abc'"),
+        (("--to", "sglang", "--option", "format_version="), "option format_version is 1 or 2, not ''"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], said: str, converted: Path, tmp_path: Path, capsys: Capsys):

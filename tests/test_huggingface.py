@@ -98,6 +98,23 @@ def test_push(converted: Path, hub: Hub, tmp_path: Path):
     assert open_artifact(out).manifest == read_manifest(converted)
 
 
+def test_a_later_push_leaves_no_weights_of_an_earlier_one(converted: Path, hub: Hub):
+    """A loader takes an index before a single file: the old weights with the new manifest."""
+    old = {"model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    theirs = {"adapter.safetensors": b"x", "figure.png": b"y"}
+    hub.files["me/model@main"] = dict.fromkeys(old, b"old") | theirs
+    push(converted, "me/model", token=TOKEN, endpoint=hub.endpoint)
+    assert hub.files["me/model@main"] == contents(converted) | theirs
+    push(converted, "me/model", token=TOKEN, endpoint=hub.endpoint)
+    assert hub.files["me/model@main"] == contents(converted) | theirs
+
+
+def test_notes_of_an_export_are_not_pushed(tagged: Path, hub: Hub):
+    assert (tagged / "NOTES.md").exists()
+    push(tagged, "me/model", token=TOKEN, endpoint=hub.endpoint)
+    assert set(hub.files["me/model@main"]) == set(contents(tagged)) - {"NOTES.md"}
+
+
 def test_push_command(converted: Path, hub: Hub, capsys: Capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
     original = push
@@ -116,7 +133,16 @@ def test_push_command(converted: Path, hub: Hub, capsys: Capsys, monkeypatch: py
     assert "the token may not write there" in said
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_a_conflict_is_explained(converted: Path, hub: Hub):
+    hub.busy = True
+    with pytest.raises(ExportError, match="somebody else is changing this repository; try again when they are done"):
+        push(converted, "me/model", token=TOKEN, endpoint=hub.endpoint)
+    hub.fail = 409  # to the question for the repository: it exists, but what then is its address?
+    with pytest.raises(ExportError, match="does not answer as the Hugging Face Hub does; look at HF_ENDPOINT"):
+        push(converted, "me/model", token=TOKEN, endpoint=hub.endpoint)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 409, 500])
 def test_the_token_is_never_shown(status: int, converted: Path, hub: Hub, capsys: Capsys):
     """Not even where the server's answer holds it."""
     hub.fail = status
@@ -131,8 +157,14 @@ def test_the_token_is_never_shown(status: int, converted: Path, hub: Hub, capsys
 def test_push_refusals(converted: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ExportError, match="Connection refused"):
         push(converted, "me/model", token=TOKEN, endpoint="http://127.0.0.1:9")
-    with pytest.raises(ExportError, match="Repo id must be in the form"):
-        push(converted, "a/b/c", token=TOKEN, endpoint=hub.endpoint)
+    for name in ("me", "a/b/c", "me/", "me/m\u00f6del", "me/my model"):
+        with pytest.raises(ExportError, match="names no repository of the Hugging Face Hub; write owner/name"):
+            push(converted, name, token=TOKEN, endpoint=hub.endpoint)
+    with pytest.raises(
+        ExportError, match="the token for the Hugging Face Hub has characters that no token has"
+    ) as caught:
+        push(converted, "me/model", token=TOKEN + "\u2026", endpoint=hub.endpoint)
+    assert TOKEN not in str(caught.value)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ExportError, match="run 'hf auth login' or set HF_TOKEN"):
         push(converted, "me/model", endpoint=hub.endpoint)
@@ -206,6 +238,15 @@ def test_a_tagged_artifact_is_an_artifact(converted: Path, tagged: Path, tmp_pat
     assert not kvcompile.inspect(tagged).layers[0].reason
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "saved")
+
+
+def test_the_tag_stays_with_the_artifact(tagged: Path, tmp_path: Path):
+    """Plain weights with the tag would be taken for an artifact whose manifest is missing."""
+    export(tagged, "plain", tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    export(tagged, "transformers", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tagged)
 
 
 def test_a_tag_without_its_manifest_is_an_error(tagged: Path, tmp_path: Path):

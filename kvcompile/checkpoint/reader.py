@@ -126,7 +126,7 @@ class Checkpoint:
             and f.suffix not in foreign
             and not f.name.startswith((".", "README", "kvcompile."))
             and not f.name.endswith(".index.json")
-            and f.name != "report.html"
+            and f.name not in ("report.html", "NOTES.md")
         )
 
     def license(self) -> dict[str, str] | None:

@@ -43,7 +43,7 @@ def export_command(
         if not equals:
             raise click.UsageError(f"--option {option}: expected NAME=VALUE")
         given[name] = value
-    notes = export(artifact, target, folder, source=source, **given)
+    notes = export(artifact, target, folder, source=source, options=given)
     _say(notes)
     click.echo(f"wrote {folder}; NOTES.md there says the same, and how to use it")
 
@@ -59,8 +59,8 @@ def _say(notes: Notes) -> None:
 
 
 def _list() -> None:
-    table = Table("target", "what it is", "options")
+    table = Table("target", "what it is", "--source", "--option")
     for name, entry in TARGETS.items():
         options = "\n".join(f"{option}: {meaning}" for option, meaning in entry.options.items())
-        table.add_row(name, load_target(name).summary, options)
+        table.add_row(name, load_target(name).summary, "taken" if entry.source else "", options)
     Console().print(table)

@@ -12,9 +12,17 @@ from kvcompile.checkpoint import Checkpoint
 from kvcompile.errors import ExportError
 from kvcompile.export.plain import left_out
 from kvcompile.export.target import Notes, Options
-from kvcompile.export.weights import copy_checkpoint, unfolded_source
-from kvcompile.models import take_inventory
+from kvcompile.export.weights import HandedOver, Side, copy_checkpoint, handed_over
+from kvcompile.models import AttentionLayer, take_inventory
 from kvcompile.scheme.model import BlockHadamard, Hadamard
+
+VERIFIED = frozenset({
+    "gemma", "glm4", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+    "starcoder2",
+})  # fmt: skip
+"""The `model_type` of families whose logits a test compares after that library applied a config: dense text models."""
+MODULE = "model.layers.{}.self_attn"
+"""Where transformers keeps the attention of these families, whatever a checkpoint calls it."""
 
 
 class CompressedTensorsTarget:
@@ -26,7 +34,9 @@ class CompressedTensorsTarget:
     )
 
     def refuse(self, artifact: Artifact) -> str | None:
-        """Only Hadamard matrices of a power of two are named there, one for all heads of a layer."""
+        """Only Hadamard matrices of a power of two are named there, one for all heads of a layer, for keys in every layer."""
+        if artifact.manifest.source.model_type not in VERIFIED:
+            return f"what that library makes of {artifact.manifest.source.model_type} is not verified here"
         if artifact.manifest.imported_rotations is not None:
             return "its rotations were imported, there only Hadamard has a name"
         for layer in artifact.manifest.compiled:
@@ -39,25 +49,29 @@ class CompressedTensorsTarget:
                     return f"layer {layer.index}: {reason}"
         if not _rotates(artifact, "key") and not _rotates(artifact, "value"):
             return f"scheme {artifact.manifest.scheme.name} rotates nothing"
+        if _rotates(artifact, "key") and not all(x.key and x.key.rotation for x in artifact.manifest.layers):
+            return "keys of some layers are not rotated, and that library rotates those of all layers or none"
         return None
 
     def write(self, artifact: Artifact, folder: Path, options: Options) -> Notes:
         """Option `source`: hand over these unfolded weights, with R2 for the library to fold at load."""
-        manifest, source = artifact.manifest, unfolded_source(artifact, options.get("source"))
-        weights = source or artifact.weights_path
-        prefixes = {
-            layer.index: layer.v_weight.rsplit(".", 2)[0] for layer in take_inventory(Checkpoint(weights)).layers
-        }
+        manifest, weights = artifact.manifest, handed_over(artifact, options["source"])
+        names = {layer.index: layer for layer in take_inventory(Checkpoint(weights.path)).layers}
         groups: dict[str, Any] = {}
         for layer in manifest.compiled:
             assert layer.key is not None
             assert layer.value is not None
-            scheme, module = manifest.scheme.layer(layer.index), prefixes[layer.index]
+            scheme, module, layer_names = (
+                manifest.scheme.layer(layer.index),
+                MODULE.format(layer.index),
+                names[layer.index],
+            )
             if layer.key.rotation is not None:
                 places = [(module, "q_attn", False), (module, "k_cache", False)]
                 groups[f"R3_{layer.index}"] = _group(_block(scheme.key.rotation, layer), places)
-            if layer.value.rotation is not None and (source is not None or layer.value.apply == "online"):
-                if reason := _unsayable("value", layer.value, scheme.value.rotation, layer):
+            if weights.online(layer.index):
+                reason = _unsayable("value", layer.value, scheme.value.rotation, layer) or _unnamed(layer_names)
+                if reason:
                     raise ExportError(f"layer {layer.index}: {reason}; export the folded weights, without --source")
                 places = [(f"{module}.v_proj", "weight_output", False), (f"{module}.o_proj", "weight_input", True)]
                 groups[f"R2_{layer.index}"] = _group(_block(scheme.value.rotation, layer), places)
@@ -74,16 +88,17 @@ class CompressedTensorsTarget:
             "ignore": [],
             "transform_config": {"config_groups": groups},
         }
-        copy_checkpoint(weights, folder, {"quantization_config": config})
+        copy_checkpoint(weights.path, folder, {"quantization_config": config})
         return Notes(
-            carried=tuple(_carried(artifact, source is not None)),
+            carried=tuple(_carried(artifact, weights)),
             approximated=(),
-            refused=left_out(manifest, "key rotation"),
+            refused=left_out(manifest, "key rotation", "value rotation"),
             lines=(
                 "The library applies the config with `apply_transform_config(model, TransformConfig(**...))`; logits",
                 "stay those of the unquantized model. transformers alone loads the weights and ignores `transform_config`.",
                 "There is no `kv_cache_scheme`: it takes 8-bit floats only, and 2 or 4 bits there would be misread.",
             ),
+            weights=weights,
         )
 
 
@@ -104,6 +119,14 @@ def _unsayable(half: str, row: RowRecord | None, rotation: Any, layer: LayerReco
     return None
 
 
+def _unnamed(layer: AttentionLayer) -> str | None:
+    """Why R2 cannot be said of a layer: its targets are modules v_proj and o_proj, of values and outputs alone."""
+    for weight, wanted in ((layer.v_weight, "v_proj"), (layer.o_weight, "o_proj")):
+        if (module := weight.split(".")[-2]) != wanted:
+            return f"it has {module} in place of {wanted}, which R2 cannot name"
+    return None
+
+
 def _block(rotation: Any, layer: LayerRecord) -> int:
     return min(rotation.block_size, layer.head_dim) if isinstance(rotation, BlockHadamard) else layer.head_dim
 
@@ -117,14 +140,15 @@ def _group(block: int, places: list[tuple[str, str, bool]]) -> dict[str, Any]:
     return {"type": "hadamard", "head_dim": block, "randomize": False, "requires_grad": False, "apply": apply}
 
 
-def _carried(artifact: Artifact, unfolded: bool) -> list[str]:
+def _carried(artifact: Artifact, weights: HandedOver) -> list[str]:
     found = []
     if _rotates(artifact, "key"):
         found.append("key rotation: R3, online on queries and keys, one group per layer")
     if _rotates(artifact, "value"):
-        folded = not unfolded and all(x.value is None or x.value.apply == "folded" for x in artifact.manifest.compiled)
-        how = "in the weights; R2 is not listed, because the library would fold it once more"
-        found.append(
-            f"value rotation: {how if folded else 'R2, which the library folds into v_proj and o_proj at load'}"
-        )
+        words: dict[Side, str] = {
+            "folded": "in the weights; R2 is not listed, because the library would fold it once more",
+            "online": "R2, which the library folds into v_proj and o_proj at load",
+            "none": "there is none",
+        }
+        found.append(f"value rotation: {weights.describe(words)}")
     return found

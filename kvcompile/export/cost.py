@@ -15,6 +15,7 @@ from kvcompile.models import load_model, load_tokenizer
 from kvcompile.runtime import new_cache
 from kvcompile.runtime.cache import ATTENTION
 from kvcompile.runtime.load import attach
+from kvcompile.scheme.model import Window
 
 WINDOWS, LENGTH = 2, 1024
 
@@ -36,30 +37,27 @@ class ViewCost:
         )
 
 
-def measure_view(artifact: Artifact, layers: Sequence[LayerRecord], text: str | Path) -> ViewCost:
-    """Compare the artifact with itself as `layers` have it; `text` is a file, or ``bundled``.
+def measure_view(artifact: Artifact, layers: Sequence[LayerRecord], window: Window, text: str | Path) -> ViewCost:
+    """Compare the artifact with itself as `layers` and `window` have it; `text` is a file, or ``bundled``.
 
-    The weights are the artifact's own. Raises ExportError where the text gives no window that is quantized.
+    The weights are the artifact's own, and both are scored on the same positions. Raises ExportError where the text gives no
+    window that is quantized.
     """
     model, tokenizer = load_model(artifact.weights_path, ATTENTION), load_tokenizer(artifact.weights_path)
     found = held_back_text([artifact.manifest.calibration], tokenizer) if text == "bundled" else read_text(text)
     limit = int(getattr(model.config, "max_position_embeddings", LENGTH))
     view = replace(artifact, manifest=artifact.manifest.model_copy(update={"layers": list(layers)}))
-    kl: list[Divergence] = []
-    windows_NT = None
-    for version in (artifact, view):
-        attach(model, version)
-        cache_of = partial(new_cache, model)
-        needed = first_page(cache_of()) or 0
-        if windows_NT is None:
-            if needed + 64 > min(limit, LENGTH * 4):
-                raise ExportError(
-                    f"the cost cannot be measured: the first {needed} tokens are exact, the model takes {limit}"
-                )
-            windows_NT = cut_windows(found, tokenizer, WINDOWS, min(max(LENGTH, 2 * needed), limit), needed)
-        start = max(needed, windows_NT.shape[1] // 2)
-        kl.append(Divergence.of([_scores(model, cache_of(), ids_T[None], start) for ids_T in windows_NT]))
-    return ViewCost(found.name, kl[0].positions, kl[0].kl, kl[1].kl)
+    windowed = partial(new_cache, model, sink=window.sink, recent=window.recent)
+    attach(model, artifact)
+    needed = max(first_page(new_cache(model)) or 0, first_page(windowed()) or 0)
+    if needed + 64 > min(limit, LENGTH * 4):
+        raise ExportError(f"the cost cannot be measured: the first {needed} tokens are exact, the model takes {limit}")
+    windows_NT = cut_windows(found, tokenizer, WINDOWS, min(max(LENGTH, 2 * needed), limit), needed)
+    start = max(needed, windows_NT.shape[1] // 2)
+    native = Divergence.of([_scores(model, new_cache(model), ids_T[None], start) for ids_T in windows_NT])
+    attach(model, view)
+    there = Divergence.of([_scores(model, windowed(), ids_T[None], start) for ids_T in windows_NT])
+    return ViewCost(found.name, native.positions, native.kl, there.kl)
 
 
 def _scores(model: Any, cache: Any, ids_BT: Any, start: int) -> Any:

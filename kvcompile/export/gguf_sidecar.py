@@ -3,6 +3,7 @@
 ggml's ``mul_mat(W, x)`` gives ``x Wᵀ`` for row vectors, so matrices are stored transposed: ``mul_mat(rot, x)`` is ``x R``.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,13 +11,17 @@ from torch import Tensor
 
 from kvcompile.artifact import Artifact, LayerRecord
 from kvcompile.errors import ExportError
+from kvcompile.export.plain import left_out
 from kvcompile.export.target import Notes, Options
-from kvcompile.export.weights import unfolded_source
+from kvcompile.export.weights import HandedOver, Side, handed_over
 from kvcompile.version import __version__
 
 FILE = "rotations.gguf"
 CHANNELS = {"llama": "interleaved", "mistral": "interleaved", "qwen2": "half", "qwen3": "half"}
 """How llama.cpp orders the channels of keys under RoPE: as Hugging Face does, or each channel beside its partner."""
+
+_SCALARS = ("bits", "group_size", "axis", "zero_point", "rounding", "token_scale", "norm_scope", "num_centroids")
+"""Fields of a `RowRecord`, clip_ratio apart, that are written by layer."""
 
 
 class GgufTarget:
@@ -48,40 +53,45 @@ class GgufTarget:
 
     def write(self, artifact: Artifact, folder: Path, options: Options) -> Notes:
         """Option `source`: for these unfolded weights, value rotations included."""
-        manifest, source = artifact.manifest, unfolded_source(artifact, options.get("source"))
+        manifest, weights = artifact.manifest, handed_over(artifact, options["source"])
         matrices: dict[str, Tensor] = {}
         for layer in manifest.compiled:
-            matrices |= _matrices(artifact, layer, source is not None)
+            matrices |= _matrices(artifact, layer, weights)
         if not matrices:
             raise ExportError(
                 "no rotation is applied online, the folded weights are all there is; use --to plain, or --source to hand over "
                 "the unfolded ones"
             )
-        online = any(".attn_v_rot" in name for name in matrices)
-        folded = not online and any(x.value and x.value.rotation for x in manifest.compiled)
-        _write(artifact, folder / FILE, matrices, "online" if online else "folded" if folded else "none")
-        order = CHANNELS[manifest.source.model_type]
+        _write(artifact, folder / FILE, matrices, weights)
+        order, keys = CHANNELS[manifest.source.model_type], any(".attn_k_rot" in name for name in matrices)
+        key = f"blk.{{i}}.attn_k_rot.weight, float32, transposed, rows in llama.cpp's {order} channel order"
         return Notes(
             carried=(
-                f"key rotation: blk.{{i}}.attn_k_rot.weight, float32, transposed, rows in llama.cpp's {order} channel order",
-                "value rotation: blk.{i}.attn_v_rot.weight, for unfolded weights" if online
-                else "value rotation: folded into the weights; no tensor, so that nothing is rotated twice" if folded
-                else "value rotation: there is none",
+                f"key rotation: {key if keys else 'there is none'}",
+                f"value rotation: {weights.describe(_VALUES)}",
             ),
             approximated=(),
-            refused=(
-                "cache: codes, clip, means and windows are described in kvcompile.* fields, but llama.cpp has no such cache",
-            ),
+            refused=left_out(manifest, "key rotation", "value rotation"),
             lines=(
-                f"`{FILE}` belongs to a GGUF conversion of {(source or artifact.weights_path).resolve()}.",
+                f"`{FILE}` belongs to a GGUF conversion of {weights.path.resolve()}.",
                 "llama.cpp itself does not read it: it quantizes its cache after a Hadamard transform of its own.",
                 "`ggml_mul_mat(ctx, rot, x)` rotates; queries and keys take attn_k_rot after RoPE, values attn_v_rot, and the "
                 "attention output its transpose.",
+                "The `kvcompile.*` fields have the scalars of the cache's format by layer, in the words of docs/manifest.md, for "
+                "a reader to know what was left out; its tensors other than rotations are not in the file.",
             ),
-        )  # fmt: skip
+            weights=weights,
+        )
 
 
-def _matrices(artifact: Artifact, layer: LayerRecord, unfolded: bool) -> dict[str, Tensor]:
+_VALUES: Mapping[Side, str] = {
+    "folded": "folded into the weights; no tensor, so that nothing is rotated twice",
+    "online": "blk.{i}.attn_v_rot.weight, for unfolded weights",
+    "none": "there is none",
+}
+
+
+def _matrices(artifact: Artifact, layer: LayerRecord, weights: HandedOver) -> dict[str, Tensor]:
     """The transposed matrices of a layer that an engine has to apply, by their GGUF names."""
     assert layer.key is not None
     assert layer.value is not None
@@ -91,7 +101,7 @@ def _matrices(artifact: Artifact, layer: LayerRecord, unfolded: bool) -> dict[st
             r_KDD = r_KDD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)  # row 2j + s is row j + s D/2
         found[f"blk.{layer.index}.attn_k_rot.weight"] = r_KDD
     r_KDD = artifact.tensor(layer.value.rotation)
-    if r_KDD is not None and (unfolded or layer.value.apply == "online"):
+    if r_KDD is not None and weights.online(layer.index):
         if layer.value.inverse is not None:
             raise ExportError(
                 f"layer {layer.index}: value rotations are balanced, and a reader would undo them by the transpose; export "
@@ -102,9 +112,9 @@ def _matrices(artifact: Artifact, layer: LayerRecord, unfolded: bool) -> dict[st
     return {name: (r[0] if shared[name] else r).mT.float().contiguous() for name, r in found.items()}
 
 
-def _write(artifact: Artifact, path: Path, matrices: dict[str, Tensor], v_rotation: str) -> None:
+def _write(artifact: Artifact, path: Path, matrices: dict[str, Tensor], weights: HandedOver) -> None:
     try:
-        from gguf import GGUFWriter
+        from gguf import GGUFValueType, GGUFWriter
     except ImportError as error:
         raise ExportError("export to gguf needs the gguf package: pip install 'kvcompile[gguf]'") from error
     manifest = artifact.manifest
@@ -113,18 +123,21 @@ def _write(artifact: Artifact, path: Path, matrices: dict[str, Tensor], v_rotati
     writer.add_name(f"{manifest.source.name} {manifest.scheme.name}")
     writer.add_string("kvcompile.version", __version__)
     writer.add_string("kvcompile.scheme", manifest.scheme.name)
-    writer.add_string("kvcompile.v_rotation", v_rotation)
+    writer.add_string("kvcompile.v_rotation", weights.side)
     writer.add_string("kvcompile.key_channels", CHANNELS[manifest.source.model_type])
     writer.add_string("kvcompile.sidecar.sha256", manifest.sidecar.sha256)
-    writer.add_array(
-        "kvcompile.weights.sha256", [f"{name} {sha}" for name, sha in sorted(manifest.weights.files.items())]
-    )
+    writer.add_array("kvcompile.weights.sha256", [f"{name} {sha}" for name, sha in sorted(weights.files.items())])
     writer.add_array("kvcompile.layers", [layer.index for layer in manifest.compiled])
+    writer.add_array("kvcompile.value.side", [weights.sides[layer.index] for layer in manifest.compiled])
     for half in ("key", "value"):
         rows = [getattr(layer, half) for layer in manifest.compiled]
-        writer.add_array(f"kvcompile.{half}.clip_ratio", [row.clip_ratio for row in rows])
-        writer.add_array(f"kvcompile.{half}.bits", [row.bits for row in rows])
-        writer.add_array(f"kvcompile.{half}.group_size", [row.group_size for row in rows])
+        ratios = [row.clip_ratio for row in rows]  # in full, for int(ratio * D) to be ours
+        writer.add_key_value(f"kvcompile.{half}.clip_ratio", ratios, GGUFValueType.ARRAY, GGUFValueType.FLOAT64)
+        for name in _SCALARS:
+            writer.add_array(f"kvcompile.{half}.{name}", [getattr(row, name) for row in rows])
+    windows = [manifest.scheme.layer(layer.index).window for layer in manifest.compiled]
+    for name in ("sink", "recent", "block"):
+        writer.add_array(f"kvcompile.window.{name}", [getattr(window, name) for window in windows])
     for name, matrix in matrices.items():
         writer.add_tensor(name, matrix.numpy())
     writer.write_header_to_file()

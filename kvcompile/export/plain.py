@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from kvcompile.artifact import Artifact, Manifest
 from kvcompile.export.target import Notes, Options
-from kvcompile.export.weights import copy_checkpoint
+from kvcompile.export.weights import Side, copy_checkpoint, handed_over
 
 ENGINES = """\
 The folder is an ordinary Hugging Face checkpoint. Each engine quantizes its cache by its own rules:
@@ -38,13 +38,16 @@ class PlainTarget:
     def write(self, artifact: Artifact, folder: Path, options: Options) -> Notes:
         """Copy the checkpoint."""
         copy_checkpoint(artifact.weights_path, folder)
+        weights = handed_over(artifact)
+        words: dict[Side, str] = {"folded": "folded into W_V and W_O", "online": "left out", "none": "there is none"}
         return Notes(
             carried=(
-                "value rotation: folded into W_V and W_O; the model computes what its source computes",
+                f"value rotation: {weights.describe(words)}; the model computes what its source computes",
                 "weights, config and tokenizer: byte for byte those of the artifact",
             ),
             approximated=(),
             refused=left_out(artifact.manifest),
+            weights=weights,
             lines=tuple(ENGINES.splitlines()),
         )
 
@@ -54,6 +57,7 @@ def left_out(manifest: Manifest, *kept: str) -> tuple[str, ...]:
     halves = [(half, row) for x in manifest.compiled for half, row in (("key", x.key), ("value", x.value)) if row]
     parts = {
         "key rotation": any(half == "key" and row.rotation for half, row in halves),
+        "value rotation": any(half == "value" and row.rotation and row.apply == "online" for half, row in halves),
         "clip": any(row.clip_ratio < 1 for _, row in halves),
         "means": any(row.mean for _, row in halves),
         "key norms": any(row.token_scale != "none" for _, row in halves),

@@ -1,5 +1,6 @@
 """`kvcompile push`: an artifact to the Hugging Face Hub."""
 
+import re
 from pathlib import Path
 
 from kvcompile.artifact import MANIFEST_NAME, SIDECAR_NAME, open_artifact
@@ -7,6 +8,10 @@ from kvcompile.checkpoint import Checkpoint
 from kvcompile.checkpoint.reader import INDEX_NAME
 from kvcompile.errors import ArtifactError, ExportError
 from kvcompile.evaluate import verify
+
+STALE = ("model.safetensors", "model-*-of-*.safetensors", INDEX_NAME)
+"""Patterns of weights that an earlier push may have left; loaders would take them for this artifact's."""
+_REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def push(
@@ -21,12 +26,15 @@ def push(
 ) -> str:
     """Upload the artifact `out` to the model repository `repo` (``owner/name``), made where there is none; its address.
 
-    Only the artifact's own files go up, in one commit, after its hashes have been checked. `token` and `endpoint` default to
+    Only the artifact's own files go up, in one commit, after its hashes have been checked; the same commit removes weights of
+    an earlier push that are not among them (`STALE`), and no other file. `token` and `endpoint` default to
     what huggingface_hub finds (``hf auth login``, HF_TOKEN, HF_ENDPOINT). Raises ExportError in one sentence, never with the
     token in it; ArtifactError or VerificationError for an artifact that is not whole.
     """
     from huggingface_hub import HfApi, get_token
 
+    if not _REPO.fullmatch(repo):
+        raise ExportError(f"'{repo}' names no repository of the Hugging Face Hub; write owner/name")
     out = Path(out)
     artifact = open_artifact(out)
     if artifact.manifest.weights.mode == "overlay":
@@ -38,6 +46,10 @@ def push(
     secret = token or get_token()
     if not secret:
         raise ExportError("there is no token for the Hugging Face Hub; run 'hf auth login' or set HF_TOKEN")
+    if not (secret.isascii() and secret.isprintable()):
+        raise ExportError(
+            "the token for the Hugging Face Hub has characters that no token has; copy it again, into HF_TOKEN or 'hf auth login'"
+        )
     api = HfApi(endpoint=endpoint, token=secret)
     try:
         address = api.create_repo(repo, private=private, exist_ok=True, repo_type="model")
@@ -47,6 +59,7 @@ def push(
             repo_id=address.repo_id,
             folder_path=out,
             allow_patterns=names,
+            delete_patterns=list(STALE),
             revision=revision,
             commit_message=message or f"kvcompile {artifact.manifest.scheme.name}",
         )
@@ -62,5 +75,9 @@ def _reason(error: Exception, secret: str) -> str:
         return "the Hub does not accept the token; run 'hf auth login' again"
     if status == 403:
         return "the token may not write there; use one with write access to this repository"
+    if status == 409:
+        return "somebody else is changing this repository; try again when they are done"
+    if isinstance(error, LookupError | TypeError):
+        return "the server does not answer as the Hugging Face Hub does; look at HF_ENDPOINT"
     lines = [line.strip() for line in str(error).replace(secret, "***").splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

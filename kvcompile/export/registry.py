@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from kvcompile.artifact import Manifest, open_artifact
+from kvcompile.artifact import Artifact, open_artifact
 from kvcompile.errors import ExportError
-from kvcompile.export.target import Notes, Target
+from kvcompile.export.target import Notes, Options, Target
+from kvcompile.export.weights import handed_over
 from kvcompile.version import __version__
 
 NOTES_NAME = "NOTES.md"
@@ -18,28 +18,28 @@ NOTES_NAME = "NOTES.md"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a target's class is (``module:class``), imported only when it is used, and the options it takes."""
+    """Where a target's class is (``module:class``), imported only when it is used, and the options it takes.
+
+    `source` says whether it can hand over the unfolded source of a folded artifact, with online value rotations.
+    """
 
     home: str
     options: Mapping[str, str] = field(default_factory=dict)
+    source: bool = False
 
-
-_SOURCE = "the unconverted checkpoint: hand that over with online value rotations, not the folded weights"
 
 TARGETS: dict[str, Entry] = {
     "plain": Entry("kvcompile.export.plain:PlainTarget"),
     "transformers": Entry("kvcompile.export.tagged:TransformersTarget"),
-    "gguf": Entry("kvcompile.export.gguf_sidecar:GgufTarget", {"source": _SOURCE}),
-    "compressed-tensors": Entry(
-        "kvcompile.export.compressed_tensors_config:CompressedTensorsTarget", {"source": _SOURCE}
-    ),
+    "gguf": Entry("kvcompile.export.gguf_sidecar:GgufTarget", source=True),
+    "compressed-tensors": Entry("kvcompile.export.compressed_tensors_config:CompressedTensorsTarget", source=True),
     "sglang": Entry(
         "kvcompile.export.sglang:SglangTarget",
         {
-            "source": _SOURCE,
             "format_version": "1 (one rotation per layer) or 2 (per KV head); default: 1 where that is enough",
             "text": "a text file, or 'bundled': measure what the view costs",
         },
+        source=True,
     ),
     "onnx": Entry("kvcompile.export.onnx:OnnxTarget"),
 }
@@ -55,7 +55,12 @@ def load_target(name: str) -> Target:
 
 
 def export(
-    out: str | Path, target: str, folder: str | Path, *, source: str | Path | None = None, **options: Any
+    out: str | Path,
+    target: str,
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    options: Options | None = None,
 ) -> Notes:
     """Write the artifact `out` as `target` wants it into the new directory `folder`; what the view carries and what not.
 
@@ -63,17 +68,15 @@ def export(
     `options` are the target's own (`kvcompile export --list`). Everything is written beside `folder` first, then renamed.
     Raises ExportError where the target refuses the artifact, for an unknown option, and for a folder that exists.
     """
-    view, folder = load_target(target), Path(folder).absolute()
-    known = TARGETS[target].options
-    if source is not None and "source" in known:
-        options["source"] = source
-    if unknown := sorted(set(options) - set(known)):
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    view, folder, options = load_target(target), Path(folder).absolute(), dict(options or {})
+    entry = TARGETS[target]
+    if unknown := sorted(set(options) - set(entry.options)):
+        takes = f"it takes {', '.join(entry.options)}" if entry.options else "it takes none"
         raise ExportError(f"export to {target} has no option '{unknown[0]}'; {takes}")
     if folder.exists() or folder.is_symlink():
         raise ExportError(f"{folder} already exists; choose another path for the export")
     artifact = open_artifact(out, source)
-    if source is not None and "source" not in known and artifact.manifest.weights.mode == "fold":
+    if source is not None and not entry.source and artifact.manifest.weights.mode == "fold":
         raise ExportError(f"export to {target} hands over the artifact's own weights; leave out --source")
     if reason := view.refuse(artifact):
         raise ExportError(f"{out} cannot be exported to {target}: {reason}")
@@ -84,8 +87,8 @@ def export(
     except OSError as error:
         raise ExportError(f"cannot write beside {folder}: {error.strerror}") from error
     try:
-        notes = view.write(artifact, staging, options)
-        (staging / NOTES_NAME).write_text(notes.markdown(_head(artifact.manifest, view)), "utf-8")
+        notes = view.write(artifact, staging, {**options, "source": source})
+        (staging / NOTES_NAME).write_text(notes.markdown(_head(artifact, view, notes)), "utf-8")
         staging.chmod(0o755)
         staging.rename(folder)
     except OSError as error:
@@ -95,8 +98,9 @@ def export(
     return notes
 
 
-def _head(manifest: Manifest, view: Target) -> str:
+def _head(artifact: Artifact, view: Target, notes: Notes) -> str:
     """What the export is of, with the digests that tell whether weights and view belong together."""
+    manifest, weights = artifact.manifest, notes.weights or handed_over(artifact)
     lines = [
         f"# {manifest.source.name} ({manifest.scheme.name}) for {view.name}",
         "",
@@ -104,17 +108,7 @@ def _head(manifest: Manifest, view: Target) -> str:
         "",
         f"- source: {manifest.source.name} ({manifest.source.architecture})",
         f"- sidecar of the artifact: sha256 {manifest.sidecar.sha256}",
-        f"- weights of the artifact: {value_side(manifest)}",
-        *(f"  - {name}: sha256 {digest}" for name, digest in sorted(manifest.weights.files.items())),
+        f"- weights that this view belongs to: {weights.describe()}",
+        *(f"  - {name}: sha256 {digest}" for name, digest in sorted(weights.files.items())),
     ]
     return "\n".join(lines)
-
-
-def value_side(manifest: Manifest) -> str:
-    """Who rotates values, in words: the fault to avoid is that weights and engine both do."""
-    sides = {layer.value.apply for layer in manifest.compiled if layer.value and layer.value.rotation}
-    if not sides:
-        return "the source's own, values are not rotated"
-    if sides == {"folded"}:
-        return "value rotations folded into W_V and W_O (an engine must not rotate values again)"
-    return "value rotations online (the weights know nothing of them)"

@@ -5,7 +5,7 @@ with the absorb flag, in W_V at load. So weights whose values are folded already
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvcompile.artifact import Artifact, LayerRecord, Manifest, RowRecord
 from kvcompile.errors import ExportError
-from kvcompile.export.cost import ViewCost, measure_view
+from kvcompile.export.cost import measure_view
 from kvcompile.export.target import Notes, Options
-from kvcompile.export.weights import unfolded_source
+from kvcompile.export.weights import HandedOver, Side, handed_over
 from kvcompile.scheme.model import Hadamard, Spectral
 
 KEY_FILE, VALUE_FILE = "k_rotation.pt", "v_rotation.pt"
@@ -46,62 +46,79 @@ class SglangTarget:
 
     def write(self, artifact: Artifact, folder: Path, options: Options) -> Notes:
         """Options: `source` (hand over these unfolded weights), `format_version`, `text` (measure what the view costs)."""
-        manifest, source = artifact.manifest, unfolded_source(artifact, options.get("source"))
-        if source is not None and any(row.inverse for row in _halves(manifest, "value")):
+        manifest, weights = artifact.manifest, handed_over(artifact, options["source"])
+        if any(x.value and x.value.inverse and weights.online(x.index) for x in manifest.compiled):
             raise ExportError(
                 "value rotations of this artifact are balanced, not orthogonal, and cannot be applied online there; "
                 "export the folded weights, without --source"
             )
-        folded = [
-            source is None and layer.value is not None and layer.value.apply == "folded" for layer in manifest.compiled
-        ]
-        version = _write_rotations(artifact, folder / KEY_FILE, "key", options, [False] * len(folded))
-        _write_rotations(artifact, folder / VALUE_FILE, "value", options, folded)
-        ratios = {half: closest_ratio([row.clip_ratio for row in _halves(manifest, half)]) for half in ("key", "value")}
+        version = _write_rotations(artifact, folder / KEY_FILE, "key", options, {})
+        _write_rotations(artifact, folder / VALUE_FILE, "value", options, weights.sides)
+        dims = [layer.head_dim for layer in manifest.compiled]
+        ratios = {half: closest_ratio(_ratios(manifest, half), dims) for half in ("key", "value")}
         window = manifest.scheme.layer(manifest.compiled[0].index).window
-        sink, recent = (-(-tokens // MULTIPLE) * MULTIPLE for tokens in (window.sink, window.recent))
-        # It cannot absorb a rotation into a bias, nor into codes.
-        absorb = not any(folded) and all(name.endswith(".weight") for name in manifest.weights.projections)
-        weights = (source or artifact.weights_path).resolve()
+        there = window.model_copy(update={x: _rounded_up(getattr(window, x)) for x in ("sink", "recent")})
+        # It cannot absorb a rotation into a bias, nor into codes; nor one of some layers alone.
+        plain = all(name.endswith(".weight") for name in manifest.weights.projections)
+        absorb = plain and "folded" not in weights.sides.values()
         group = manifest.compiled[0].key.group_size if manifest.compiled[0].key else 0
         environment = {
             "SGLANG_OSCAR_K_ROTATION_PATH": f"${{OSCAR_HERE:-.}}/{KEY_FILE}",
             "SGLANG_OSCAR_V_ROTATION_PATH": f"${{OSCAR_HERE:-.}}/{VALUE_FILE}",
-            "SGLANG_OSCAR_K_CLIP_RATIO": f"{ratios['key']:.4g}",
-            "SGLANG_OSCAR_V_CLIP_RATIO": f"{ratios['value']:.4g}",
+            "SGLANG_OSCAR_K_CLIP_RATIO": repr(ratios["key"]),
+            "SGLANG_OSCAR_V_CLIP_RATIO": repr(ratios["value"]),
             "SGLANG_OSCAR_ABSORB_V_ROTATION": str(int(absorb)),
             "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-            "SGLANG_MIXED_KV_PREFIX_TOKENS": str(sink),
-            "SGLANG_MIXED_KV_RECENT_TOKENS": str(recent),
+            "SGLANG_MIXED_KV_PREFIX_TOKENS": str(there.sink),
+            "SGLANG_MIXED_KV_RECENT_TOKENS": str(there.recent),
         }
+        path = weights.path.resolve()
         (folder / ENVIRONMENT).write_text("".join(f'{k}="{v}"\n' for k, v in environment.items()), "utf-8")
-        (folder / LAUNCH).write_text(_launch(weights, group), "utf-8")
+        (folder / LAUNCH).write_text(_launch(path, group), "utf-8")
         (folder / LAUNCH).chmod(0o755)
-        view = [_as_there(layer, ratios) for layer in manifest.compiled]
-        cost = None
-        if options.get("text") and view != manifest.compiled:
-            seen = {layer.index: layer for layer in view}
-            cost = measure_view(artifact, [seen.get(layer.index, layer) for layer in manifest.layers], options["text"])
+        approximated = _approximations(manifest, ratios, there != window)
+        if approximated:
+            cost = "not measured; export again with --option text=bundled (or a file)"
+            if text := options.get("text"):
+                seen = [_as_there(layer, ratios) if layer.key else layer for layer in manifest.layers]
+                cost = str(measure_view(artifact, seen, there, text))
+            approximated.append(f"cost of all this: {cost}")
         return Notes(
             carried=(
                 f"key rotation: format_version {version}, applied online",
-                _value_note(any(folded), absorb),
+                _value_note(weights, absorb),
                 f"codes: 2 bits, groups of {group} channels, scale and zero point in BF16",
-                f"windows: {sink} prefix and {recent} recent tokens in BF16",
+                f"windows: {there.sink} prefix and {there.recent} recent tokens in BF16",
             ),
-            approximated=tuple(_approximations(manifest, ratios, cost, (sink, recent) != (window.sink, window.recent))),
+            approximated=tuple(approximated),
             lines=(
-                f"`./{LAUNCH}` starts the server with `{ENVIRONMENT}` on {weights}, or on the model given as its argument.",
+                f"`./{LAUNCH}` starts the server with `{ENVIRONMENT}` on {path}, or on the model given as its argument.",
                 "",
                 "The rotation files belong to these weights alone: with others, values are rotated twice or not at all. They",
                 "have no `eigenvalues`, because an artifact does not keep those that a rotation was solved from.",
             ),
+            weights=weights,
         )
 
 
-def closest_ratio(ratios: list[float]) -> float:
-    """One ratio for all layers: the one with the smallest squared distance to theirs."""
-    return round(sum(ratios) / len(ratios), 4)
+def closest_ratio(ratios: Sequence[float], dims: Sequence[int]) -> float:
+    """One ratio for all layers, given theirs and their head sizes: theirs where it is one, else in the middle of a channel.
+
+    A ratio stands for the order statistic ``int(ratio * D)`` of a row. Where layers differ, the mean of those is taken.
+    """
+    if len(set(ratios)) == 1:
+        return ratios[0]
+    mean = sum(_channel(ratio, dim) / dim for ratio, dim in zip(ratios, dims, strict=True)) / len(dims)
+    return (round(mean * dims[0]) + 0.5) / dims[0]
+
+
+def _channel(ratio: float, dim: int) -> int:
+    """The index of the order statistic, of `dim`, that a clip ratio stands for."""
+    return min(int(ratio * dim), dim - 1)
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // MULTIPLE) * MULTIPLE
 
 
 def _unsayable(layer: LayerRecord, overlay: bool) -> str | None:
@@ -127,22 +144,27 @@ def _rows(manifest: Manifest) -> list[RowRecord]:
     return [row for layer in manifest.compiled for row in (layer.key, layer.value) if row is not None]
 
 
-def _halves(manifest: Manifest, half: str) -> list[RowRecord]:
-    return [getattr(layer, half) for layer in manifest.compiled]
+def _ratios(manifest: Manifest, half: str) -> list[float]:
+    return [getattr(layer, half).clip_ratio for layer in manifest.compiled]
 
 
-def _write_rotations(artifact: Artifact, path: Path, half: str, options: Options, identity: list[bool]) -> int:
-    """Write one file; the format_version it has: 1 where the heads of every layer share one matrix, unless told otherwise."""
+def _write_rotations(artifact: Artifact, path: Path, half: str, options: Options, sides: Mapping[int, Side]) -> int:
+    """Write one file; the format_version it has: 1 where the heads of every layer share one matrix, unless told otherwise.
+
+    Layers that have their rotation in the weights already, by `sides`, get the identity.
+    """
     matrices: dict[int, Tensor] = {}
-    for layer, plain in zip(artifact.manifest.compiled, identity, strict=True):
+    folded = [sides.get(layer.index) == "folded" for layer in artifact.manifest.compiled]
+    for layer, identity in zip(artifact.manifest.compiled, folded, strict=True):
         r_KDD = artifact.tensor(getattr(layer, half).rotation)
-        if r_KDD is None or plain:
+        if r_KDD is None or identity:
             r_KDD = torch.eye(layer.head_dim).expand(layer.num_key_value_heads, -1, -1)
         matrices[layer.index] = r_KDD.float()
     shared = all(bool((r_KDD == r_KDD[:1]).all()) for r_KDD in matrices.values())
-    version = int(options.get("format_version") or (1 if shared else 2))
-    if version not in (1, 2):
-        raise ExportError(f"format_version is 1 or 2, not {version}")
+    wanted = options.get("format_version")
+    if wanted is not None and str(wanted) not in ("1", "2"):
+        raise ExportError(f"option format_version is 1 or 2, not {wanted!r}")
+    version = int(wanted or (1 if shared else 2))
     if version == 1 and not shared:
         raise ExportError(
             f"{half} rotations differ from head to head, which format_version 1 cannot say; use format_version 2, or "
@@ -150,7 +172,7 @@ def _write_rotations(artifact: Artifact, path: Path, half: str, options: Options
         )
     document: dict[str, Any] = {
         "format_version": version,
-        "objective": "identity" if all(identity) else _objective(artifact.manifest, half),
+        "objective": "identity" if sides and "online" not in sides.values() else _objective(artifact.manifest, half),
         "source_grouping": "layer" if version == 1 else "per_kv_head",
         "layers": {
             i: {"layer_id": i, "rotation": (r_KDD[0] if version == 1 else r_KDD).contiguous().clone()}
@@ -189,30 +211,31 @@ def _as_there(layer: LayerRecord, ratios: dict[str, float]) -> LayerRecord:
     return layer.model_copy(update=update)
 
 
-def _approximations(manifest: Manifest, ratios: dict[str, float], cost: ViewCost | None, windows: bool) -> list[str]:
+def _approximations(manifest: Manifest, ratios: dict[str, float], windows: bool) -> list[str]:
     found = []
-    for half in ("key", "value"):
-        used = sorted({row.clip_ratio for row in _halves(manifest, half)})
-        if len(used) > 1:
-            found.append(
-                f"{half} clip per layer: one ratio {ratios[half]:.4g} instead of {used[0]:.4g} to {used[-1]:.4g}"
-            )
+    for half, ratio in ratios.items():
+        used = sorted(set(_ratios(manifest, half)))
+        if any(
+            _channel(getattr(x, half).clip_ratio, x.head_dim) != _channel(ratio, x.head_dim) for x in manifest.compiled
+        ):
+            found.append(f"{half} clip per layer: one ratio {ratio:.4g} instead of {used[0]:.4g} to {used[-1]:.4g}")
     if any(row.feedback for row in _rows(manifest)):
         found.append("error feedback: codes are rounded to nearest")
     if any(row.mean for row in _rows(manifest)):
         found.append("centring: nothing is subtracted before coding")
     if windows:
         found.append(f"windows: rounded up to multiples of {MULTIPLE}")
-    if found:
-        found.append(f"cost of all this: {cost or 'not measured; export again with --option text=bundled (or a file)'}")
     return found
 
 
-def _value_note(folded: bool, absorb: bool) -> str:
-    if folded:
-        return "value rotation: folded into the weights; R_V is the identity there and ABSORB 0, so nothing is rotated twice"
-    side = "W_V is folded at load (ABSORB 1)" if absorb else "values are rotated on write (ABSORB 0)"
-    return f"value rotation: true R_V for unfolded weights; {side}"
+def _value_note(weights: HandedOver, absorb: bool) -> str:
+    how = "W_V is folded at load (ABSORB 1)" if absorb else "values are rotated on write (ABSORB 0)"
+    words: dict[Side, str] = {
+        "folded": "folded into the weights; R_V is the identity there and ABSORB 0, so nothing is rotated twice",
+        "online": f"true R_V for unfolded weights; {how}",
+        "none": "there is none, R_V is the identity",
+    }
+    return f"value rotation: {weights.describe(words)}"
 
 
 def _launch(weights: Path, group: int) -> str:

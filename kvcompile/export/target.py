@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcompile.artifact import Artifact
+from kvcompile.export.weights import HandedOver
 
 Options = Mapping[str, Any]
 """What the user says beyond artifact, target and folder; `registry.TARGETS` lists the names that each target takes."""
@@ -21,12 +22,14 @@ class Notes:
 
     An entry of `carried`, `approximated` and `refused` reads ``what: how``; the table in docs/exports.md shows what stands
     before the colon. `refused` is what the view leaves out although the artifact has it. `lines` is free Markdown text.
+    `weights` are those that the view belongs to; None stands for the artifact's own.
     """
 
     carried: tuple[str, ...]
     approximated: tuple[str, ...]
     refused: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
+    weights: HandedOver | None = None
 
     def markdown(self, head: str) -> str:
         """The text of ``NOTES.md``; `head` is what stands above."""
