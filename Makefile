@@ -19,7 +19,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -85,6 +85,7 @@ def _run(model: Path, out: Path, fault: str, at: int, extra: tuple[str, ...], la
     from kvcompile.cli.main import main
     from kvcompile.passes.workspace import Workspace
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background
     gc.freeze()  # passes collect garbage, which takes long only because of all that was imported
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - until the process ends

@@ -217,8 +217,14 @@ def test_an_interrupt_ends_all_forward_passes() -> None:
         threading.Event().wait(0.2)
         return stack.walk(0, (1, 2))
 
-    with no_threads_left(), pytest.raises(KeyboardInterrupt):
-        abreast(stack, [walk, walk])
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores it for what runs in its background
+    try:
+        with no_threads_left(), pytest.raises(KeyboardInterrupt):
+            abreast(stack, [walk, walk])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_layers_out_of_order_are_a_bug_that_is_named() -> None:
