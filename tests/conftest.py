@@ -92,6 +92,16 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def quarot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with Hadamard rotations, which are their own inverses; do not alter it."""
+    from kvcompile import convert
+
+    out = tmp_path_factory.mktemp("quarot") / "out"
+    convert(EXAMPLE, out, "quarot-int2")
+    return out
+
+
 def edit_json(path: Path, **changes: object) -> None:
     """Change top-level fields of a JSON file."""
     document = json.loads(path.read_text())

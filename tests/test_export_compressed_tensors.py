@@ -30,14 +30,6 @@ def _quick() -> Iterator[None]:
     yield from quick_conversions()
 
 
-@pytest.fixture(scope="module")
-def quarot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with Hadamard rotations; do not alter it."""
-    out = tmp_path_factory.mktemp("quarot") / "out"
-    kvcompile.convert(EXAMPLE, out, "quarot-int2")
-    return out
-
-
 def config_of(view: Path) -> dict[str, Any]:
     return json.loads((view / "config.json").read_text())["quantization_config"]
 

@@ -26,14 +26,6 @@ def _quick() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quarot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with Hadamard rotations, which are their own inverses; do not alter it."""
-    out = tmp_path_factory.mktemp("quarot") / "out"
-    kvcompile.convert(EXAMPLE, out, "quarot-int2")
-    return out
-
-
-@pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Values of layer 0 rotated online, of layer 1 not at all, of the others in the weights; the source, and the artifact."""
     folder = tmp_path_factory.mktemp("mixed")
