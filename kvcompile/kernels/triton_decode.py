@@ -34,6 +34,7 @@ from kvcompile.kernels.triton_operands import (
     bf16_pairs,
     code_weight,
     codes,
+    dealt_pairs,
     fixed_pairs,
     join_fixed,
     loop_end,
@@ -44,6 +45,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)  # a maximum before there is one; minus infinity would make NaN of differences
 _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
+_SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
 _MERGED_HERE = 32  # splits of a row that its last program merges
 
 
@@ -76,6 +78,18 @@ def _largest(parts, PG: tl.constexpr):
     for i in tl.static_range(len(parts)):
         largest_G = tl.maximum(largest_G, tl.max(tl.abs(parts[i]), axis=0))
     return largest_G
+
+
+@triton.jit
+def _shares(x_TG, T: tl.constexpr, PG: tl.constexpr):
+    """Sums of every eighth token ``[8, PG]``: each thread's own tokens, so that nothing crosses threads until the end."""
+    return tl.sum(x_TG.reshape(T // _SHARES, _SHARES, PG), axis=0)
+
+
+@triton.jit
+def _dealt(x_T, T: tl.constexpr):
+    """Four neighbours of every 32 to rows 8 apart, which one thread holds: row 8 j + a is token 4 a + j."""
+    return x_T.reshape(T // 32, 8, 4).permute(0, 2, 1).reshape(T)
 
 
 @triton.jit
@@ -113,6 +127,7 @@ def _attend_pages(
     kc = tl.arange(0, K_CHUNK)
     vc = tl.arange(0, V_CHUNK)
     t = tl.arange(0, T)
+    r = _dealt(t, T)
     g = tl.arange(0, PG)
 
     n = tl.arange(0, TABLE)
@@ -144,18 +159,16 @@ def _attend_pages(
     else:
         unit_G = tl.full([PG], 1.0, tl.float32)  # of logits, below
 
-    # The state: running maximum in units of the logits, the sum of weights (kept apart by token: one reduction, at the end),
-    # a value accumulator per chunk, and the zero points' share of each group (apart by token too, where registers allow).
+    # The state: running maximum in units of the logits, the sum of weights and the zero points' share of each group (both
+    # kept apart by shares of tokens), and a value accumulator per chunk.
     m_G = tl.full([PG], _LOWEST, tl.float32)
     accs = ()
     for i in tl.static_range(V_PARTS):
         accs = accs + (tl.zeros([V_CHUNK, PG], tl.float32),)
-    APART: tl.constexpr = T if PG <= 4 else 1
-    V_APART: tl.constexpr = APART if V_GROUP == D else 1
-    l_TG = tl.zeros([APART, PG], tl.float32)
+    l_SG = tl.zeros([_SHARES, PG], tl.float32)
     offsets = ()
     for _group in tl.static_range(D // V_GROUP):
-        offsets = offsets + (tl.zeros([V_APART, PG], tl.float32),)
+        offsets = offsets + (tl.zeros([_SHARES, PG], tl.float32),)
 
     for block in tl.range(0, loop_end((end_page - first_page + TABLE - 1) // TABLE)):
         first = first_page + block * TABLE
@@ -168,9 +181,10 @@ def _attend_pages(
                 page = tl.sum(tl.where(n == tl.minimum(index + other, count - 1), ids_N, 0), axis=0)
                 place_T = tl.where(t // PAGE == other, page.to(tl.int64) * page_stride_p, place_T)
             token_T = t % PAGE if PAGES > 1 else (step - index * STEPS) * T + t
+            row_T = r % PAGE if PAGES > 1 else (step - index * STEPS) * T + r
             byte_T = _in_page(place_T + token_T, PAGE)
             meta_place_T = _in_page(place_T // 4 + token_T, PAGE)
-            k_place_TC = (place_T + token_T * K_BYTES)[:, None] + kc[None, :]
+            k_place_TC = (place_T + row_T * K_BYTES)[:, None] + kc[None, :]
             v_place_CT = V_CODES + vc[:, None] * PAGE + byte_T[None, :]
             k_bytes_TC = tl.load(pages_ptr + k_place_TC, mask=(kc < K_BYTES)[None, :], other=0)
             v_bytes_CT = tl.load(pages_ptr + v_place_CT, mask=(vc < V_BYTES)[:, None], other=0)
@@ -196,7 +210,7 @@ def _attend_pages(
                 logits_TG = dots_TG * qs_unit_G[None, :] - zero_G[None, :]
             else:
                 for group in tl.static_range(K_GROUPS):
-                    meta_T = tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T)
+                    meta_T = _dealt(tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T), T)
                     dots_TR = tl.zeros([T, 2 * PG], tl.int32)
                     for i in tl.static_range(K_PARTS):
                         if _meet(i, group, K_BYTES, K_GROUP):
@@ -212,20 +226,20 @@ def _attend_pages(
                         logits_TG += part_TG * _scale_of(meta_T)[:, None]
             if K_NORM:
                 norm_T = tl.load(pages_ptr.to(tl.pointer_type(tl.bfloat16)) + K_NORM // 2 + place_T // 2 + token_T)
-                logits_TG *= as_float(norm_T)[:, None]
+                logits_TG *= as_float(_dealt(norm_T, T))[:, None]
             if PAGES > 1:
-                logits_TG = tl.where((index + t // PAGE < count)[:, None], logits_TG, float("-inf"))
+                logits_TG = tl.where((index + r // PAGE < count)[:, None], logits_TG, float("-inf"))
 
             new_m_G = tl.maximum(m_G, tl.max(logits_TG, axis=0))
             p_TG = tl.exp2(logits_TG * unit_G[None, :] - (new_m_G * unit_G)[None, :])
             old_G = tl.exp2((m_G - new_m_G) * unit_G)
-            l_TG = l_TG * old_G[None, :] + (tl.sum(p_TG, axis=0)[None, :] if APART == 1 else p_TG)
+            l_SG = l_SG * old_G[None, :] + _shares(p_TG, T, PG)
             m_G = new_m_G
 
-            metas = (tl.load(meta_ptr + V_META // 4 + meta_place_T),)
+            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + meta_place_T), T),)
             largest_T = _scale_of(metas[0])
             for group in tl.static_range(1, D // V_GROUP):
-                metas = metas + (tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T),)
+                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T),)
                 largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
             p_unit_G = tl.maximum(tl.max(p_TG * largest_T[:, None], axis=0), _SMALLEST) / _FIXED  # of all groups
             p_inverse_G = 1.0 / p_unit_G
@@ -233,11 +247,9 @@ def _attend_pages(
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
                 ps_TG = p_TG * _scale_of(metas[group])[:, None]
-                p_pairs = p_pairs + (fixed_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
-                offset_TG = ps_TG * _zero_of(metas[group])[:, None]
-                if V_APART == 1:
-                    offset_TG = tl.sum(offset_TG, axis=0)[None, :]
-                new_offsets = new_offsets + (offsets[group] * old_G[None, :] + offset_TG,)
+                p_pairs = p_pairs + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
+                offset_SG = _shares(ps_TG * _zero_of(metas[group])[:, None], T, PG)
+                new_offsets = new_offsets + (offsets[group] * old_G[None, :] + offset_SG,)
             offsets = new_offsets
             new_accs = ()
             for i in tl.static_range(V_PARTS):
@@ -264,7 +276,7 @@ def _attend_pages(
                 acc_CG -= tl.where(member_C[:, None], tl.sum(offsets[group], axis=0)[None, :], 0.0)
         place_CG = g[None, :] * D + (i * V_BYTES + vc)[:, None]
         tl.store(out_ptr + place_CG, acc_CG, mask=(vc < V_BYTES)[:, None] & (g < G)[None, :])
-    _store_stats(stats_ptr, m_G * unit_G, tl.sum(l_TG, axis=0), g, G)
+    _store_stats(stats_ptr, m_G * unit_G, tl.sum(l_SG, axis=0), g, G)
 
 
 @triton.jit

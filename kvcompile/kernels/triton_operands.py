@@ -60,6 +60,44 @@ def fixed_pairs(x, inverse, ROWS: tl.constexpr, PG: tl.constexpr):
 
 
 @triton.jit
+def dealt_pairs(x, inverse, T: tl.constexpr, PG: tl.constexpr):
+    """`fixed_pairs` of rows that were dealt: row 8 j + a of every 32 is token 4 a + j of the result.
+
+    A thread of a tensor-core result holds rows that are 8 apart, so that it has the four tokens of an operand's word.
+    """
+    n = (x * inverse + 12583040.0).to(tl.int32, bitcast=True)  # with 128 more: the low byte is signed
+    high, low = _bytes(n)
+    high_00, high_01, high_10, high_11 = _neighbours(high, T, PG)
+    low_00, low_01, low_10, low_11 = _neighbours(low, T, PG)
+    even = tl.join(tl.join(high_00, low_00), tl.join(high_10, low_10))
+    odd = tl.join(tl.join(high_01, low_01), tl.join(high_11, low_11))
+    return tl.join(even, odd).permute(0, 1, 4, 5, 2, 3).reshape(T, 2 * PG)
+
+
+@triton.jit
+def _neighbours(x, T: tl.constexpr, PG: tl.constexpr):
+    """Dealt rows ``[T, PG]`` as four times ``[T / 32, 8, PG]``: tokens 0 to 3 of each four."""
+    even, odd = tl.split(x.reshape(T // 32, 2, 2, 8, PG).permute(0, 3, 4, 1, 2))
+    x_00, x_10 = tl.split(even)
+    x_01, x_11 = tl.split(odd)
+    return x_00, x_01, x_10, x_11
+
+
+@triton.jit
+def _bytes(n):
+    """High and low byte of int32 numbers that are 128 too large, as signed bytes."""
+    if INTERPRETED:
+        return _low_byte(n >> 8), _low_byte(n ^ 128)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140;
+            prmt.b32 $0, a, b, 0x7632; prmt.b32 c, a, b, 0x5410; xor.b32 $1, c, 0x80808080; }""",
+            "=r,=r,r,r,r,r", [n], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
 def _low_byte(n):
     """The low byte of an int32 as a signed byte."""
     if INTERPRETED:
