@@ -2,23 +2,27 @@
 
     python -m benchmarks.tune --out FILE [--shapes A,B,C,D,E]
 
-For every shape and format: how many programs, how many of them for the windows, then, at the best of these, tokens of a step,
-stages of the pipeline and registers, then programs again. Times are of `attend` alone: graph replay over caches that L2 does not
-hold. `kvcompile/kernels/decode_configs.json` is made from these by hand.
+For every shape and format: tokens of a step, stages of the pipeline and registers, each with as many programs as an SM holds;
+then the best three with other numbers of programs; then the best with a few more or fewer of them for pages and windows. Times
+are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled first, one process per core.
+`kvcompile/kernels/decode_configs.json` is made from these by hand.
 """
 
 import argparse
 import itertools
 import json
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
-from benchmarks.gpu import decode_errors, microseconds
+from benchmarks.gpu import decode_errors, microseconds, num_sms
 from kvcompile.codec import LayerCache, PageFormat, RowFormat
 from kvcompile.kernels.triton_decode import DecodeConfig, attend
 
@@ -34,7 +38,10 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
     "H": (18, 100352, 32, 8, 128),
 }
 L2_BYTES = 60 << 20
-VARIANTS = tuple(itertools.product((64, 128), (2, 3, 4), (128, 168, 208, 255)))  # page_tile, num_stages, max_registers
+VARIANTS = (  # page_tile, num_stages, max_registers
+    *itertools.product((64,), (2, 3, 4), (128, 144, 168, 208)),
+    *itertools.product((128,), (2, 3), (168, 208, 255)),
+)
 PROGRAMS = (6, 7.7, 9.6, 11.6, 13.5, 15.5, 23, 31)  # per SM
 
 
@@ -97,6 +104,38 @@ def time_config(q: Tensor, caches: list[LayerCache], config: DecodeConfig, repla
         return None
 
 
+def divided(shape: str, programs: float, variant: tuple[int, int, int | None]) -> DecodeConfig:
+    """A variant with so many programs per SM, of which the windows get what the usual share of bytes is."""
+    batch, context, _, num_heads, _ = SHAPES[shape]
+    splits = max(2, round(programs * num_sms() / (batch * num_heads)))
+    windows = max(1, round(splits * 0.13 * 8192 / context))
+    tile, stages, registers = variant
+    return DecodeConfig(max(1, splits - windows), windows, page_tile=tile, num_stages=stages, max_registers=registers)
+
+
+def compile_all(shapes: list[str], format_names: list[str]) -> None:
+    """Every variant that tuning will ask for, by one process per core: compiled kernels are kept on disk."""
+    jobs = {}
+    for shape, name, variant in itertools.product(shapes, format_names, VARIANTS):
+        for programs in PROGRAMS:
+            config = divided(shape, programs, variant)
+            splits = config.page_splits + config.window_splits
+            kernel = SHAPES[shape][2:], name, variant, 0 if splits > 32 else triton.next_power_of_2(splits)
+            jobs[kernel] = shape, name, config
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for _ in pool.map(_compile, jobs.values()):
+            pass
+    print(f"compiled {len(jobs)} kernels", flush=True)
+
+
+def _compile(job: tuple[str, str, DecodeConfig]) -> None:
+    shape, name, config = job
+    _, _, num_queries, num_heads, head_dim = SHAPES[shape]
+    caches = random_cache(formats(head_dim)[name], 1, 1024, num_heads, 1)
+    q = torch.randn(1, num_queries, head_dim, device="cuda", dtype=torch.bfloat16)
+    time_config(q, caches, config, 1)
+
+
 def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
     """Everything for one shape and format."""
     batch, context, num_queries, num_heads, head_dim = SHAPES[shape]
@@ -104,7 +143,6 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
     one = random_cache(fmt, batch, context, num_heads, 1)
     caches = one + random_cache(fmt, batch, context, num_heads, min(7, 4 * L2_BYTES // read_bytes(one[0])))
     q = torch.randn(batch, num_queries, head_dim, device="cuda", dtype=torch.bfloat16)
-    sms, rows = torch.cuda.get_device_properties(0).multi_processor_count, batch * num_heads
     started, results = time.time(), []
 
     def measure(config: DecodeConfig) -> None:
@@ -120,23 +158,17 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
             with out.open("a") as file:
                 file.write(line + "\n")
 
-    def divided(programs: float, window_share: float, **variant: object) -> DecodeConfig:
-        splits = max(2, round(programs * sms / rows))
-        windows = max(1, round(splits * window_share))
-        return DecodeConfig(max(1, splits - windows), windows, **variant)  # type: ignore[arg-type]
-
-    share = 0.13 * 8192 / context
-    few = format_name != "int2"
-    for programs in PROGRAMS[1:6:2] if few else PROGRAMS:
-        for factor in (1.0,) if few else (0.5, 1.0, 2.0):
-            measure(divided(programs, share * factor, max_registers=168))
+    variants = VARIANTS[::4] if format_name != "int2" else VARIANTS
+    for variant in variants:
+        measure(divided(shape, 2000 / variant[2], variant))
+    leaders = sorted(results, key=lambda x: x[0])[:3]
+    for (_, leader), programs in itertools.product(leaders, PROGRAMS):
+        measure(divided(shape, programs, (leader.page_tile, leader.num_stages, leader.max_registers)))
     best = min(results, key=lambda x: x[0])[1]
-    for tile, stages, registers in VARIANTS:
-        measure(replace(best, page_tile=tile, num_stages=stages, max_registers=registers))
-    best = min(results, key=lambda x: x[0])[1]
-    for programs in PROGRAMS:
-        splits = divided(programs, share)
-        measure(replace(best, page_splits=splits.page_splits, window_splits=splits.window_splits))
+    for page_splits, window_splits in itertools.product((-1, 0, 1), (-1, 0, 1, 3)):
+        pages, windows = best.page_splits + page_splits, best.window_splits + window_splits
+        if pages > 0 and windows > 0:
+            measure(replace(best, page_splits=pages, window_splits=windows))
     us, config = min(results, key=lambda x: x[0])
     rows_checked = sorted({0, batch - 1})
     scaling = head_dim**-0.5
@@ -171,6 +203,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60, help="seconds for one shape and format")
     parser.add_argument("--baselines", action="store_true")
     options = parser.parse_args()
+    compile_all(options.shapes.split(","), options.formats.split(","))
     for shape in options.shapes.split(","):
         if options.baselines:
             baselines(shape)

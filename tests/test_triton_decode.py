@@ -21,6 +21,7 @@ from tests.compiled import compile_for_hopper, loops, opcode
 from tests.layers import on_device, random_layer
 
 TOLERANCE = 3e-4  # relative error of a head's output against float64 on the same codes
+HALF_TOLERANCE = 1e-3  # the same with more than 4 query heads, whose weights of values are float16
 LSE_TOLERANCE = 3e-4  # error of the log of the softmax denominator, relative to its size where that is above 1
 
 
@@ -42,11 +43,13 @@ def check(
     layer: LayerCache,
     scaling: float,
     config: DecodeConfig | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
 ) -> torch.Tensor:
     out, lse = attend(q.to(DEVICE), on_device(layer), scaling, config)
     assert out.dtype == lse.dtype == torch.float32
     exact, exact_lse = attend_exactly(q, layer, scaling)
+    if tolerance is None:
+        tolerance = TOLERANCE if q.shape[1] <= 4 * layer.pages_PKX.shape[1] else HALF_TOLERANCE
     error = (out.cpu().double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
     assert error.max() < tolerance, error
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
@@ -106,7 +109,7 @@ def test_keys_quantized_along_tokens(head_dim, bits, group, page, token_scale, g
     key = RowFormat(head_dim, bits, group, axis="channel", token_scale=token_scale)
     layer = random_layer(PageFormat(key, RowFormat(head_dim, bits, head_dim), page), 2, [450, 0, 299], 30, 2 * page)
     q = torch.randn(3, 2 * groups, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    tolerance = 1e-3 if bits == 1 else TOLERANCE  # the query's chunks for 1 bit have three bits less than others
+    tolerance = 1e-3 if bits == 1 else None  # the query's chunks for 1 bit have three bits less than others
     check(q, layer, head_dim**-0.5, DecodeConfig(2, 1), tolerance)
 
 
@@ -149,8 +152,9 @@ SMALL = PageFormat(RowFormat(32, 2, 32, 0.96), RowFormat(32, 2, 32, 0.92))
 )
 def test_any_division_of_the_work(config):
     layer = random_layer(SMALL, 1, [900, 70, 5], 40, 192)
-    q = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(1))
-    check(q, layer, 0.2, config)
+    for heads in (2, 6):
+        q = torch.randn(3, heads, 32, generator=torch.Generator().manual_seed(1))
+        check(q, layer, 0.2, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -158,7 +162,7 @@ def test_any_division_of_the_work(config):
 def test_queries_of_any_kind(dtype, sharpness):
     layer = random_layer(SMALL, 2, [333, 129], 64, 128)
     q = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
-    check((sharpness * q).to(dtype), layer, 0.2, DecodeConfig(2, 1), 1e-3 if sharpness > 1 else TOLERANCE)
+    check((sharpness * q).to(dtype), layer, 0.2, DecodeConfig(2, 1), 1e-3 if sharpness > 1 else None)
 
 
 def test_zero_query():
@@ -166,8 +170,9 @@ def test_zero_query():
     check(torch.zeros(1, 1, 32), layer, 0.2, DecodeConfig(2, 1))
 
 
-def test_weights_of_very_different_size():
-    """Fixed point must not lose light tokens beside heavy ones: neither in another tile nor with a larger scale."""
+@pytest.mark.parametrize("groups", [4, 8])
+def test_weights_of_very_different_size(groups):
+    """Fixed point, and float16, must not lose light tokens beside heavy ones: neither in another tile nor with a larger scale."""
     generator = torch.Generator().manual_seed(0)
     layer = random_layer(SMALL, 1, [64 * 12 + 1], 0, 64)
     k, v = (torch.randn(12, 1, 64, 32, generator=generator) for _ in range(2))
@@ -177,7 +182,7 @@ def test_weights_of_very_different_size():
     v[7] *= 100.0  # light keys with large values
     pages = layer.pages_PKX.clone()
     pages[layer.table_BN[0, :12].long()] = encode_pages(k.bfloat16(), v.bfloat16(), SMALL)
-    q = 2 * direction[None, None] + torch.randn(1, 4, 32, generator=generator) * 0.3
+    q = 2 * direction[None, None] + torch.randn(1, groups, 32, generator=generator) * 0.3
     check(q, replace(layer, pages_PKX=pages), 0.25, DecodeConfig(2, 1))
 
 

@@ -34,8 +34,12 @@ from kvcompile.kernels.triton_operands import (
     bf16_pairs,
     code_weight,
     codes,
+    dealt_halves,
     dealt_pairs,
     fixed_pairs,
+    half_code_weight,
+    half_codes,
+    half_dot,
     join_fixed,
     loop_end,
 )
@@ -45,6 +49,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)  # a maximum before there is one; minus infinity would make NaN of differences
 _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
+_LARGEST_HALF = tl.constexpr(16384.0)
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
 _MERGED_HERE = 32  # splits of a row that its last program merges
 
@@ -93,12 +98,16 @@ def _dealt(x_T, T: tl.constexpr):
 
 
 @triton.jit
-def _in_page(offset_T, PAGE: tl.constexpr):
-    """Offsets that follow one another within a page, which begins on 16 bytes: what the compiler cannot see by itself."""
-    if offset_T.shape[0] > PAGE:
-        return tl.multiple_of(tl.max_contiguous(offset_T, PAGE), 16)
-    else:
-        return offset_T
+def _places(which_T, ids_N, n, index, count, stride, PAGES: tl.constexpr):
+    """Where the step's pages begin, by number within the step: the last page again, where it has no other.
+
+    Sums of a vector of ids, because a scalar load in the loop would keep it from being pipelined.
+    """
+    place_T = tl.sum(tl.where(n == index, ids_N, 0), axis=0).to(tl.int64) * stride
+    for other in tl.static_range(1, PAGES):
+        page = tl.sum(tl.where(n == tl.minimum(index + other, count - 1), ids_N, 0), axis=0)
+        place_T = tl.where(which_T == other, page.to(tl.int64) * stride, place_T)
+    return place_T
 
 
 @triton.jit
@@ -121,13 +130,18 @@ def _attend_pages(
     K_GROUPS: tl.constexpr = 1 if K_CHANNEL else D // K_GROUP
     V_PARTS: tl.constexpr = 8 // V_BITS
     V_BYTES: tl.constexpr = D // V_PARTS
+    V_ALONE: tl.constexpr = V_GROUP % V_BYTES == 0  # a chunk has one group
     V_CODES: tl.constexpr = PAGE * K_BYTES
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
     kc = tl.arange(0, K_CHUNK)
+    V_HALF: tl.constexpr = PG >= 8  # weights and codes of values as float16: see the top
+    U: tl.constexpr = T // 2 if V_HALF else T  # numbers that hold a tile's codes of a channel
+    V_RUN: tl.constexpr = PAGE // 2 if V_HALF else PAGE  # of a page
     vc = tl.arange(0, V_CHUNK)
     t = tl.arange(0, T)
     r = _dealt(t, T)
+    u = tl.arange(0, U)
     g = tl.arange(0, PG)
 
     n = tl.arange(0, TABLE)
@@ -162,6 +176,7 @@ def _attend_pages(
     # The state: running maximum in units of the logits, the sum of weights and the zero points' share of each group (both
     # kept apart by shares of tokens), and a value accumulator per chunk.
     m_G = tl.full([PG], _LOWEST, tl.float32)
+    v_unit_G = tl.full([PG], _SMALLEST, tl.float32)
     accs = ()
     for i in tl.static_range(V_PARTS):
         accs = accs + (tl.zeros([V_CHUNK, PG], tl.float32),)
@@ -174,20 +189,19 @@ def _attend_pages(
         first = first_page + block * TABLE
         count = tl.minimum(end_page - first, TABLE)
         for step in tl.range(0, loop_end((count + PAGES - 1) // PAGES * STEPS), num_stages=STAGES):
-            # A vector of ids and sums of it, because a scalar load in the loop would keep it from being pipelined.
             index = step // STEPS * PAGES
-            place_T = tl.sum(tl.where(n == index, ids_N, 0), axis=0).to(tl.int64) * page_stride_p
-            for other in tl.static_range(1, PAGES):  # the last page again, where a step has no other
-                page = tl.sum(tl.where(n == tl.minimum(index + other, count - 1), ids_N, 0), axis=0)
-                place_T = tl.where(t // PAGE == other, page.to(tl.int64) * page_stride_p, place_T)
-            token_T = t % PAGE if PAGES > 1 else (step - index * STEPS) * T + t
-            row_T = r % PAGE if PAGES > 1 else (step - index * STEPS) * T + r
-            byte_T = _in_page(place_T + token_T, PAGE)
-            meta_place_T = _in_page(place_T // 4 + token_T, PAGE)
-            k_place_TC = (place_T + row_T * K_BYTES)[:, None] + kc[None, :]
-            v_place_CT = V_CODES + vc[:, None] * PAGE + byte_T[None, :]
+            place_T = _places(t // PAGE, ids_N, n, index, count, page_stride_p, PAGES)
+            part = 0 if PAGES > 1 else (step - index * STEPS) * T
+            token_T = part + t % PAGE
+            meta_place_T = place_T // 4 + token_T
+            k_place_TC = (place_T + (part + r % PAGE) * K_BYTES)[:, None] + kc[None, :]
             k_bytes_TC = tl.load(pages_ptr + k_place_TC, mask=(kc < K_BYTES)[None, :], other=0)
-            v_bytes_CT = tl.load(pages_ptr + v_place_CT, mask=(vc < V_BYTES)[:, None], other=0)
+            # Bytes of values: of one token as int8, of two as int16.
+            place_U = _places(u // V_RUN, ids_N, n, index, count, page_stride_p, PAGES)
+            byte_U = (place_U + V_CODES + part) // (PAGE // V_RUN) + u % V_RUN
+            v_place_CU = vc[:, None] * V_RUN + byte_U[None, :]
+            v_ptr = pages_ptr.to(tl.pointer_type(tl.int16)) if V_HALF else pages_ptr
+            v_bytes_CU = tl.load(v_ptr + v_place_CU, mask=(vc < V_BYTES)[:, None], other=0)
             meta_ptr = pages_ptr.to(tl.pointer_type(tl.int32))
 
             logits_TG = tl.zeros([T, PG], tl.float32)
@@ -241,39 +255,66 @@ def _attend_pages(
             for group in tl.static_range(1, D // V_GROUP):
                 metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T),)
                 largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
-            p_unit_G = tl.maximum(tl.max(p_TG * largest_T[:, None], axis=0), _SMALLEST) / _FIXED  # of all groups
+            if (
+                V_HALF
+            ):  # float16 has room for small weights: one unit for all tiles, so that results add up in the product
+                new_v_unit_G = tl.maximum(v_unit_G, tl.max(largest_T, axis=0) / _LARGEST_HALF)
+                v_old_G = old_G * (v_unit_G / new_v_unit_G)
+                v_unit_G = new_v_unit_G
+                s_inverse = tl.max(1.0 / v_unit_G, axis=0)
+                p_unit_G = tl.full([PG], 1.0, tl.float32)
+            else:
+                p_unit_G = tl.maximum(tl.max(p_TG * largest_T[:, None], axis=0), _SMALLEST) / _FIXED  # of all groups
+                v_old_G = old_G
+                s_inverse = 1.0
             p_inverse_G = 1.0 / p_unit_G
-            p_pairs = ()
+            weights = ()
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
-                ps_TG = p_TG * _scale_of(metas[group])[:, None]
-                p_pairs = p_pairs + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
+                ps_TG = p_TG * (_scale_of(metas[group]) * s_inverse)[:, None]
+                if V_HALF:
+                    weights = weights + (dealt_halves(ps_TG, T, PG),)
+                else:
+                    weights = weights + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
                 offset_SG = _shares(ps_TG * _zero_of(metas[group])[:, None], T, PG)
-                new_offsets = new_offsets + (offsets[group] * old_G[None, :] + offset_SG,)
+                new_offsets = new_offsets + (offsets[group] * v_old_G[None, :] + offset_SG,)
             offsets = new_offsets
             new_accs = ()
             for i in tl.static_range(V_PARTS):
-                v_codes_CT = codes(v_bytes_CT, i, V_BITS)
-                acc_CG = accs[i] * old_G[None, :]
+                acc_CG = accs[i] * v_old_G[None, :]
+                if V_HALF:
+                    even_CU = half_codes(v_bytes_CU, i, V_BITS, False)
+                    odd_CU = half_codes(v_bytes_CU, i, V_BITS, True)
+                else:
+                    codes_CT = codes(v_bytes_CU, i, V_BITS)
                 for group in tl.static_range(D // V_GROUP):
                     if _meet(i, group, V_BYTES, V_GROUP):
-                        o_CR = tl.dot(v_codes_CT, p_pairs[group], out_dtype=tl.int32)
-                        o_CG = join_fixed(o_CR, V_CHUNK, PG) * p_unit_G[None, :]
-                        if V_GROUP % V_BYTES != 0:
+                        if V_HALF:
+                            o_CG = half_dot(even_CU, weights[group][0], acc_CG if V_ALONE else None)
+                            o_CG = half_dot(odd_CU, weights[group][1], o_CG)
+                        else:
+                            o_CR = tl.dot(codes_CT, weights[group], out_dtype=tl.int32)
+                            o_CG = join_fixed(o_CR, V_CHUNK, PG) * p_unit_G[None, :]
+                            if V_ALONE:
+                                o_CG += acc_CG
+                        if V_ALONE:
+                            acc_CG = o_CG
+                        else:
                             member_C = (i * V_BYTES + vc) // V_GROUP == group
-                            o_CG = tl.where(member_C[:, None], o_CG, 0.0)
-                        acc_CG += o_CG
+                            acc_CG += tl.where(member_C[:, None], o_CG, 0.0)
                 new_accs = new_accs + (acc_CG,)
             accs = new_accs
         following = first + TABLE + n
         ids_N = tl.load(table_ptr + following, mask=following < end_page, other=0)
 
     for i in tl.static_range(V_PARTS):
-        acc_CG = accs[i] * (1.0 / code_weight(i, V_BITS))
+        acc_CG = accs[i] * (1.0 / (half_code_weight(i, V_BITS) if V_HALF else code_weight(i, V_BITS)))
         for group in tl.static_range(D // V_GROUP):
             if _meet(i, group, V_BYTES, V_GROUP):
                 member_C = (i * V_BYTES + vc) // V_GROUP == group
                 acc_CG -= tl.where(member_C[:, None], tl.sum(offsets[group], axis=0)[None, :], 0.0)
+        if V_HALF:
+            acc_CG *= v_unit_G[None, :]
         place_CG = g[None, :] * D + (i * V_BYTES + vc)[:, None]
         tl.store(out_ptr + place_CG, acc_CG, mask=(vc < V_BYTES)[:, None] & (g < G)[None, :])
     _store_stats(stats_ptr, m_G * unit_G, tl.sum(l_SG, axis=0), g, G)

@@ -50,13 +50,38 @@ def codes(packed, i: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _low_byte(n):
+    """The low byte of an int32 as a signed byte."""
+    low = n & 0xFF
+    return (low - ((low & 0x80) << 1)).to(tl.int8)
+
+
+@triton.jit
+def _fixed_bytes(x, inverse):
+    """Signed bytes high and low of `x * inverse`, rounded, which is 256 high + low.
+
+    Adding 1.5 * 2^23 leaves the nearest integer in the low bits, and 128 more the high byte of that with a signed low one.
+    """
+    n = (x * inverse + 12583040.0).to(tl.int32, bitcast=True)
+    if INTERPRETED:
+        return _low_byte(n >> 8), _low_byte(n ^ 128)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, low;
+            prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140;
+            prmt.b32 $0, a, b, 0x7632; prmt.b32 low, a, b, 0x5410; xor.b32 $1, low, 0x80808080; }""",
+            "=r,=r,r,r,r,r", [n], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
 def fixed_pairs(x, inverse, ROWS: tl.constexpr, PG: tl.constexpr):
     """`x * inverse` ``[ROWS, PG]``, at most 32512 in magnitude, rounded, as int8 ``[ROWS, 2 PG]``: each column as two.
 
-    A number is 256 high + low; 32512 is 256 * 127. Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    A number is 256 high + low; 32512 is 256 * 127.
     """
-    n = (x * inverse + 12582912.0).to(tl.int32, bitcast=True)
-    return tl.join(_low_byte((n + 128) >> 8), _low_byte(n)).reshape(ROWS, 2 * PG)
+    high, low = _fixed_bytes(x, inverse)
+    return tl.join(high, low).reshape(ROWS, 2 * PG)
 
 
 @triton.jit
@@ -65,13 +90,58 @@ def dealt_pairs(x, inverse, T: tl.constexpr, PG: tl.constexpr):
 
     A thread of a tensor-core result holds rows that are 8 apart, so that it has the four tokens of an operand's word.
     """
-    n = (x * inverse + 12583040.0).to(tl.int32, bitcast=True)  # with 128 more: the low byte is signed
-    high, low = _bytes(n)
+    high, low = _fixed_bytes(x, inverse)
     high_00, high_01, high_10, high_11 = _neighbours(high, T, PG)
     low_00, low_01, low_10, low_11 = _neighbours(low, T, PG)
     even = tl.join(tl.join(high_00, low_00), tl.join(high_10, low_10))
     odd = tl.join(tl.join(high_01, low_01), tl.join(high_11, low_11))
     return tl.join(even, odd).permute(0, 1, 4, 5, 2, 3).reshape(T, 2 * PG)
+
+
+@triton.jit
+def dealt_halves(x, T: tl.constexpr, PG: tl.constexpr):
+    """Dealt rows ``[T, PG]`` as float16: the even tokens ``[T / 2, PG]`` and the odd ones, in order."""
+    x_0, x_1, x_2, x_3 = _neighbours(x.to(tl.float16), T, PG)
+    return _in_order(x_0, x_2, T, PG), _in_order(x_1, x_3, T, PG)
+
+
+@triton.jit
+def _in_order(first, second, T: tl.constexpr, PG: tl.constexpr):
+    return tl.join(first, second).permute(0, 1, 3, 2).reshape(T // 2, PG)
+
+
+@triton.constexpr_function
+def half_code_weight(i, bits):
+    """What `half_codes` multiplies codes i by."""
+    return 2.0 ** (i * bits - 24)
+
+
+@triton.constexpr_function
+def _half_assembly(i, bits, odd):
+    mask = f"0x{((2**bits - 1) << i * bits) * 0x00010001:08x}"
+    if odd:
+        return f"{{ .reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, {mask}; }}"
+    return f"and.b32 $0, $1, {mask};"
+
+
+@triton.jit
+def half_codes(packed, i: tl.constexpr, BITS: tl.constexpr, ODD: tl.constexpr):
+    """Codes i of the low, or the high, bytes of int16 numbers as float16, times `half_code_weight`.
+
+    The bits of a code, left where they are, are those of a subnormal number, which tensor cores multiply exactly.
+    """
+    if INTERPRETED:
+        return ((packed >> (8 if ODD else 0)) & ((2**BITS - 1) << i * BITS)).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            _half_assembly(i, BITS, ODD), "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def half_dot(a, b, acc):
+    """float16 ``a b + acc`` in float32."""
+    return tl.dot(a, b) if acc is None else tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -81,30 +151,6 @@ def _neighbours(x, T: tl.constexpr, PG: tl.constexpr):
     x_00, x_10 = tl.split(even)
     x_01, x_11 = tl.split(odd)
     return x_00, x_01, x_10, x_11
-
-
-@triton.jit
-def _bytes(n):
-    """High and low byte of int32 numbers that are 128 too large, as signed bytes."""
-    if INTERPRETED:
-        return _low_byte(n >> 8), _low_byte(n ^ 128)
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d;
-            prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140;
-            prmt.b32 $0, a, b, 0x7632; prmt.b32 c, a, b, 0x5410; xor.b32 $1, c, 0x80808080; }""",
-            "=r,=r,r,r,r,r", [n], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-
-
-@triton.jit
-def _low_byte(n):
-    """The low byte of an int32 as a signed byte."""
-    if INTERPRETED:
-        low = n & 0xFF
-        return (low - ((low & 0x80) << 1)).to(tl.int8)
-    else:
-        return n.to(tl.int8)
 
 
 @triton.jit
