@@ -273,7 +273,8 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
     steps = 2 if channel and group == 32 else 1
     opcodes = [opcode(x) for x in bodies[0]]  # the innermost loop that multiplies codes: one step
     assert steps * len(opcodes) <= CODE[case], f"{len(opcodes)} instructions"
-    assert opcodes.count("IMMA") * steps >= 2 * 64 * head_dim * max(8, 2 * groups) // (16 * 32 * 8)
+    assert opcodes.count("IMMA") * steps >= 64 * head_dim * max(8, 2 * groups) // (16 * 32 * 8)  # of keys
+    assert opcodes.count("IMMA" if groups <= 4 else "HMMA") * steps >= 64 * head_dim * 8 // (16 * 32 * 8)
     assert "LDGSTS" in opcodes
     assert not {"LDL", "STL"} & set(opcodes)
     assert int(re.search(r"REG:(\d+)", built["use"])[1]) <= registers
