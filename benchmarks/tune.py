@@ -1,11 +1,11 @@
 """Find decode configurations for a GPU; prints every measurement, and writes them to a JSON-lines file as they come.
 
-    python -m benchmarks.tune --out FILE [--shapes A,B,C,D,E]
+    python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
 For every shape and format: tokens of a step, stages of the pipeline and registers, each with as many programs as an SM holds;
 then the best three with other numbers of programs; then the best with a few more or fewer of them for pages and windows. Times
 are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled first, one process per core.
-`kvcompile/kernels/decode_configs.json` is made from these by hand.
+`--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -42,6 +43,7 @@ VARIANTS = (  # page_tile, num_stages, max_registers
     *itertools.product((64,), (2, 3, 4), (128, 144, 168, 208)),
     *itertools.product((128,), (2, 3), (168, 208, 255)),
 )
+FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
 PROGRAMS = (6, 7.7, 9.6, 11.6, 13.5, 15.5, 23, 31)  # per SM
 
 
@@ -98,10 +100,14 @@ def time_config(q: Tensor, caches: list[LayerCache], config: DecodeConfig, repla
     """Microseconds of one call; None where the kernel does not compile or launch."""
     try:
         scaling = q.shape[-1] ** -0.5
-        return microseconds([lambda x=x: attend(q, x, scaling, config) for x in caches], replays)
+        return microseconds([lambda x=x: attend(q, x, scaling, config, pages_at_rest=True) for x in caches], replays)
     except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
         print("failed", config, type(error).__name__, flush=True)
         return None
+
+
+def variants_of(format_name: str) -> tuple[tuple[int, int, int], ...]:
+    return VARIANTS if format_name == "int2" else FEW_VARIANTS
 
 
 def divided(shape: str, programs: float, variant: tuple[int, int, int | None]) -> DecodeConfig:
@@ -116,8 +122,8 @@ def divided(shape: str, programs: float, variant: tuple[int, int, int | None]) -
 def compile_all(shapes: list[str], format_names: list[str]) -> None:
     """Every variant that tuning will ask for, by one process per core: compiled kernels are kept on disk."""
     jobs = {}
-    for shape, name, variant in itertools.product(shapes, format_names, VARIANTS):
-        for programs in PROGRAMS:
+    for shape, name in itertools.product(shapes, format_names):
+        for variant, programs in itertools.product(variants_of(name), PROGRAMS):
             config = divided(shape, programs, variant)
             splits = config.page_splits + config.window_splits
             kernel = SHAPES[shape][2:], name, variant, 0 if splits > 32 else triton.next_power_of_2(splits)
@@ -136,8 +142,8 @@ def _compile(job: tuple[str, str, DecodeConfig]) -> None:
     time_config(q, caches, config, 1)
 
 
-def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
-    """Everything for one shape and format."""
+def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[str, Any]:
+    """Everything for one shape and format; the best as an entry of `decode_configs.json`."""
     batch, context, num_queries, num_heads, head_dim = SHAPES[shape]
     fmt = formats(head_dim)[format_name]
     one = random_cache(fmt, batch, context, num_heads, 1)
@@ -158,8 +164,7 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
             with out.open("a") as file:
                 file.write(line + "\n")
 
-    variants = VARIANTS[::4] if format_name != "int2" else VARIANTS
-    for variant in variants:
+    for variant in variants_of(format_name):
         measure(divided(shape, 2000 / variant[2], variant))
     leaders = sorted(results, key=lambda x: x[0])[:3]
     for (_, leader), programs in itertools.product(leaders, PROGRAMS):
@@ -177,6 +182,40 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> None:
     print(
         f"BEST {shape} {format_name}: {us:.2f} us, {moved / us / 1e6:.2f} TB/s, error {error:.1e}, {config}", flush=True
     )
+    rows, splits = batch * num_heads, config.page_splits + config.window_splits
+    entry = {"head_dim": head_dim, "groups": num_queries // num_heads, "bits": fmt.key.bits}
+    if fmt.key.axis == "channel":
+        entry |= {"channel_group": min(fmt.key.group_size, 64), "groups_per_row": 1}
+    else:
+        entry |= {"channel_group": 0, "groups_per_row": fmt.key.num_groups}
+    entry |= {"rows": rows, "columns": caches[0].table_BN.shape[1]}
+    return entry | {
+        "programs_per_sm": round(splits * rows / num_sms(), 2),
+        "window_share": round(config.window_splits / splits, 4),
+        "page_tile": config.page_tile,
+        "num_stages": config.num_stages,
+        "max_registers": config.max_registers,
+    }
+
+
+def record(entry: dict[str, Any], path: Path) -> None:
+    """Put the entry in the place of that of the same class, or behind the others of this GPU."""
+    known = json.loads(path.read_text("utf-8"))
+    entries = known.setdefault(torch.cuda.get_device_name(0), [])
+
+    def kind(x: dict[str, Any]) -> list[Any]:
+        return [x[name] for name in list(entry)[:7]]
+
+    places = [i for i, x in enumerate(entries) if kind(x) == kind(entry)]
+    if places:
+        entries[places[0]] = entry
+    else:
+        entries.append(entry)
+    lines = (
+        f"{json.dumps(name)}: [\n" + ",\n".join(f"  {json.dumps(x)}" for x in found) + "\n]"
+        for name, found in known.items()
+    )
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def baselines(shape: str) -> None:
@@ -198,6 +237,7 @@ def baselines(shape: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--configs", type=Path, help="where to record the best: kvcompile/kernels/decode_configs.json")
     parser.add_argument("--shapes", default="A,B,C,D,E")
     parser.add_argument("--formats", default="int2")
     parser.add_argument("--budget", type=float, default=60, help="seconds for one shape and format")
@@ -208,7 +248,9 @@ def main() -> None:
         if options.baselines:
             baselines(shape)
         for name in options.formats.split(","):
-            tune(shape, name, options.out, options.budget)
+            entry = tune(shape, name, options.out, options.budget)
+            if options.configs:
+                record(entry, options.configs)
 
 
 if __name__ == "__main__":

@@ -264,6 +264,7 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
     sides = {f"{s}_{name}": x for s in "KV" for name, x in (("BITS", bits), ("GROUP", group), ("CHUNK", chunk))}
     constants = {"G": groups, "PG": groups, "D": head_dim, "PAGE": page, "WIDTH": head_dim, "TABLE": 32, "TILE": 64}
     constants |= {"K_CHANNEL": channel, "K_NORM": 0, "WINDOW_TILE": 16, "STAGES": 3, "EARLY": False, "MERGE": 8}
+    constants["WAIT"] = capability >= 90
     kernel = "kvcompile.kernels.triton_decode:_split_kernel"
     sides["V_CHUNK"] = head_dim * bits // 8
     built = compile_for_hopper(

@@ -24,7 +24,7 @@ class DecodeConfig:
     page_splits: int
     window_splits: int
     page_tile: int = 64  # tokens of a page per step
-    table_block: int = 32  # page ids loaded at once
+    table_block: int = 64  # page ids loaded at once; between blocks nothing is in flight
     window_tile: int = 16  # tokens of a window per step; its buffers must not outgrow those of the pages
     num_stages: int = 3
     max_registers: int | None = None

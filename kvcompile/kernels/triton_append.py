@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvcompile.codec import LayerCache
 from kvcompile.kernels.triton_encode import to_bf16
+from kvcompile.kernels.triton_launch import starts_early
 from kvcompile.kernels.triton_rows import FLOAT_STEP, RowMap, mapped
 
 _ROWS = 16
@@ -70,9 +72,12 @@ def _append_kernel(
     sink_stride_b, sink_stride_k, sink_stride_t, recent_stride_b, recent_stride_k, recent_stride_t,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr,
     ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr, ROTATE_V: tl.constexpr, CENTER_K: tl.constexpr,
-    CENTER_V: tl.constexpr, HALVES: tl.constexpr,
+    CENTER_V: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per (block of channels, KV head, tile of rows: first those of queries, then of keys, then of values)."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     column_C = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
@@ -143,6 +148,7 @@ def append_token(q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, maps: TokenMaps, l
     width = max(16, triton.next_power_of_2(head_dim))
     channels = min(_CHANNELS, width)
     query_tiles, row_tiles = triton.cdiv(batch * groups, _ROWS), triton.cdiv(batch, _ROWS)
+    early = starts_early(q_BHD.device)
     _append_kernel[(triton.cdiv(head_dim, channels), num_heads, query_tiles + 2 * row_tiles)](
         q_BHD, k_BKD, v_BKD, *(q_BHD if r is None else r for r in rotations),
         *(out_BHD if m.mean_KD is None else m.mean_KD for m in (maps.key, maps.value)), out_BHD, layer.num_tokens_B,
@@ -152,6 +158,7 @@ def append_token(q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, maps: TokenMaps, l
         *layer.sink_k_BKSD.stride()[:3], *layer.recent_k_BKWD.stride()[:3],
         G=groups, D=head_dim, ROWS=_ROWS, CHANNELS=channels, STEP=width if halves else FLOAT_STEP,
         ROTATE_Q=rotations[0] is not None, ROTATE_K=rotations[1] is not None, ROTATE_V=rotations[2] is not None,
-        CENTER_K=maps.key.mean_KD is not None, CENTER_V=maps.value.mean_KD is not None, HALVES=halves, num_warps=4,
+        CENTER_K=maps.key.mean_KD is not None, CENTER_V=maps.value.mean_KD is not None, HALVES=halves, EARLY=early, num_warps=4,
+        launch_pdl=early,
     )  # fmt: skip
     return out_BHD

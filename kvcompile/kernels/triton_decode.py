@@ -17,8 +17,6 @@ Weights are fixed relative to the tile's own largest `p s`, so that a tile with 
 # ruff: noqa: B007, RUF005 - a kernel's tuples grow by `+` in static loops: Triton knows no starred elements
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ from kvcompile.codec.layer import LayerCache
 from kvcompile.codec.page import PageFormat
 from kvcompile.kernels.decode_config import DecodeConfig, choose_config
 from kvcompile.kernels.triton_encode import as_float
+from kvcompile.kernels.triton_launch import prefetch, starts_early
 from kvcompile.kernels.triton_operands import (
     bf16_dot,
     bf16_pairs,
@@ -116,7 +115,7 @@ def _attend_pages(
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, K_NORM: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Attention over table columns `first_page` to `end_page` of one row and KV head.
 
@@ -134,6 +133,7 @@ def _attend_pages(
     V_CODES: tl.constexpr = PAGE * K_BYTES
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
+    PAGE_BYTES: tl.constexpr = V_META + 4 * PAGE * (D // V_GROUP)  # but for norms
     kc = tl.arange(0, K_CHUNK)
     V_HALF: tl.constexpr = PG >= 8  # weights and codes of values as float16: see the top
     U: tl.constexpr = T // 2 if V_HALF else T  # numbers that hold a tile's codes of a channel
@@ -145,9 +145,14 @@ def _attend_pages(
     g = tl.arange(0, PG)
 
     n = tl.arange(0, TABLE)
-    ids_N = tl.load(
-        table_ptr + first_page + n, mask=first_page + n < end_page, other=0
-    )  # under way while q is prepared
+    ids_N = tl.load(table_ptr + first_page + n, mask=first_page + n < end_page, other=0)
+    soon = tl.arange(0, 4)
+    ids_4 = tl.load(table_ptr + first_page + soon, mask=first_page + soon < end_page, other=0)
+    line = tl.arange(0, triton.next_power_of_2(triton.cdiv(PAGE_BYTES, 128))) * 128
+    live_4L = (first_page + soon < end_page)[:, None] & (line < PAGE_BYTES)[None, :]
+    prefetch(pages_ptr + (ids_4.to(tl.int64) * page_stride_p)[:, None] + line[None, :], live_4L)
+    if WAIT:
+        gdc_wait()
 
     # The query: one scale per head, one fixed-point chunk per code of a byte, one sum per group.
     q_parts = ()
@@ -399,11 +404,12 @@ def _split_kernel(
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TABLE: tl.constexpr,
     WINDOW_TILE: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none.
 
-    With MERGE (a power of two, at least the splits) the last of a row and KV head merges them all.
+    With MERGE (a power of two, at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
+    start before the one before it has ended: until then it reads numbers of pages and tables, and prefetches pages.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -421,8 +427,11 @@ def _split_kernel(
             q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, part_ptr, part_stats_ptr,
             first_page, ((split - window_splits + 1) * num_pages) // page_splits, page_stride_p, scaling,
             G, PG, D, K_BITS, K_GROUP, K_CHANNEL, K_NORM, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TILE, TABLE, STAGES,
+            WAIT,
         )  # fmt: skip
     else:
+        if WAIT:
+            gdc_wait()
         num_tokens = tl.load(num_tokens_ptr + row)
         num_sink = tl.minimum(num_tokens, sink)
         first = num_pages * PAGE
@@ -522,12 +531,18 @@ def supports(fmt: PageFormat) -> bool:
 
 
 def attend(
-    q_BHD: Tensor, layer: LayerCache, scaling: float, config: DecodeConfig | None = None, arrived: Tensor | None = None
+    q_BHD: Tensor,
+    layer: LayerCache,
+    scaling: float,
+    config: DecodeConfig | None = None,
+    arrived: Tensor | None = None,
+    pages_at_rest: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new rotated query per row and head, means `codec.attend_layer`: float32 ``[B, H, D]``, ``[B, H]``.
 
     Lengths and page tables are read on the device only, so the call may be captured into a CUDA graph. Calls that may run at
-    the same time on several streams of a device need `new_arrivals` of their own.
+    the same time on several streams of a device need `new_arrivals` of their own. `pages_at_rest` says that the kernel before
+    this one on the stream writes neither pages nor tables nor numbers of pages: reading these need not wait for it.
     """
     batch, num_queries, head_dim = q_BHD.shape
     num_heads = layer.pages_PKX.shape[1]
@@ -550,7 +565,8 @@ def attend(
     if not batch:
         return out_BHD, lse_BH
     merge = triton.next_power_of_2(splits) if splits <= _MERGED_HERE else 0
-    early = not merge and _starts_early(q_BHD.device)
+    early = not merge and starts_early(q_BHD.device)
+    wait = pages_at_rest and starts_early(q_BHD.device)
     if arrived is None:
         arrived = _shared_arrivals(batch, num_heads, q_BHD.device)
     _split_kernel[(batch * num_heads, splits)](
@@ -566,7 +582,7 @@ def attend(
         V_BITS=value.bits, V_GROUP=value.group_size, V_CHUNK=max(16, triton.next_power_of_2(value.row_bytes)),
         PAGE=layer.fmt.tokens, TILE=config.page_tile, WIDTH=max(16, triton.next_power_of_2(head_dim)),
         TABLE=config.table_block, WINDOW_TILE=config.window_tile, STAGES=config.num_stages, EARLY=early,
-        MERGE=merge, num_warps=1, maxnreg=config.max_registers,
+        MERGE=merge, WAIT=wait, num_warps=1, maxnreg=config.max_registers, launch_pdl=wait,
     )  # fmt: skip
     if not merge:
         _merge_kernel[(batch * num_queries, triton.cdiv(head_dim, 32))](
@@ -594,9 +610,3 @@ def _shared_arrivals(batch: int, num_heads: int, device: torch.device) -> Tensor
             return kept
         _arrivals[device] = kept
     return kept
-
-
-@functools.cache
-def _starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one it depends on has ended (from Hopper on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

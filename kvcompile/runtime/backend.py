@@ -187,6 +187,7 @@ class TritonBackend(CodecBackend):
 
     def __init__(self) -> None:
         self._codings: dict[tuple[int, ...], tuple[list[Storage], LayerCoding | None]] = {}  # keeps its keys' owners
+        self._appended: Tensor | None = None
 
     def captures(self, fmt: PageFormat) -> bool:
         """See `Backend.captures`."""
@@ -244,7 +245,8 @@ class TritonBackend(CodecBackend):
         from kvcompile.kernels import triton_append
 
         q_BHD, k_BKD, v_BKD = (x[:, :, 0] for x in (q_BHTD, k_BKTD, v_BKTD))
-        return triton_append.append_token(q_BHD, k_BKD, v_BKD, plan.token_maps, layer)
+        self._appended = triton_append.append_token(q_BHD, k_BKD, v_BKD, plan.token_maps, layer)
+        return self._appended
 
     def attend(
         self,
@@ -259,7 +261,8 @@ class TritonBackend(CodecBackend):
 
         if softcap is not None or not triton_decode.supports(layer.fmt):
             return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
-        return triton_decode.attend(q_BHD, layer, scaling)
+        # Nothing writes pages between `append` and the attention of the queries that it returned.
+        return triton_decode.attend(q_BHD, layer, scaling, pages_at_rest=q_BHD is self._appended)
 
     def attend_chunk(
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, layer: LayerCache, row: int, scaling: float
