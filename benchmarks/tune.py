@@ -2,9 +2,8 @@
 
     python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
-For every shape and format: tokens of a step, stages of the pipeline and registers, each with as many programs as an SM holds;
-then the best three with other numbers of programs; then the best with a few more or fewer of them for pages and windows. Times
-are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled first, one process per core.
+For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs. Times are
+of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled first, one process per core.
 `--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.gpu import decode_errors, microseconds, num_sms
 from kvcompile.codec import LayerCache, PageFormat, RowFormat
-from kvcompile.kernels.triton_decode import DecodeConfig, attend
+from kvcompile.kernels.triton_decode import MERGED_HERE, DecodeConfig, attend
 
 SINK, RECENT, RING = 64, 256, 320
 SHAPES = {  # batch, context, query heads, KV heads, head_dim
@@ -40,11 +39,11 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
 }
 L2_BYTES = 60 << 20
 VARIANTS = (  # page_tile, num_stages, max_registers
-    *itertools.product((64,), (2, 3, 4), (128, 144, 168, 208)),
+    *itertools.product((64,), (2, 3), (128, 144, 168, 208)),
     *itertools.product((128,), (2, 3), (168, 208, 255)),
 )
 FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
-PROGRAMS = (6, 7.7, 9.6, 11.6, 13.5, 15.5, 23, 31)  # per SM
+PROGRAMS = (3.9, 5.8, 6.8, 7.75, 8.7, 9.65, 10.6, 11.6, 12.6, 13.5, 14.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
 
 
 def formats(head_dim: int) -> dict[str, PageFormat]:
@@ -106,28 +105,24 @@ def time_config(q: Tensor, caches: list[LayerCache], config: DecodeConfig, repla
         return None
 
 
-def variants_of(format_name: str) -> tuple[tuple[int, int, int], ...]:
-    return VARIANTS if format_name == "int2" else FEW_VARIANTS
-
-
-def divided(shape: str, programs: float, variant: tuple[int, int, int | None]) -> DecodeConfig:
-    """A variant with so many programs per SM, of which the windows get what the usual share of bytes is."""
-    batch, context, _, num_heads, _ = SHAPES[shape]
-    splits = max(2, round(programs * num_sms() / (batch * num_heads)))
-    windows = max(1, round(splits * 0.13 * 8192 / context))
-    tile, stages, registers = variant
-    return DecodeConfig(max(1, splits - windows), windows, page_tile=tile, num_stages=stages, max_registers=registers)
+def configs(shape: str, format_name: str) -> list[DecodeConfig]:
+    """Every variant with every number of programs."""
+    rows = SHAPES[shape][0] * SHAPES[shape][3]
+    splits = sorted({max(1, round(programs * num_sms() / rows)) for programs in PROGRAMS})
+    variants = VARIANTS if format_name == "int2" else FEW_VARIANTS
+    return [
+        DecodeConfig(count, page_tile=tile, num_stages=stages, max_registers=registers)
+        for count, (tile, stages, registers) in itertools.product(splits, variants)
+    ]
 
 
 def compile_all(shapes: list[str], format_names: list[str]) -> None:
     """Every variant that tuning will ask for, by one process per core: compiled kernels are kept on disk."""
     jobs = {}
     for shape, name in itertools.product(shapes, format_names):
-        for variant, programs in itertools.product(variants_of(name), PROGRAMS):
-            config = divided(shape, programs, variant)
-            splits = config.page_splits + config.window_splits
-            kernel = SHAPES[shape][2:], name, variant, 0 if splits > 32 else triton.next_power_of_2(splits)
-            jobs[kernel] = shape, name, config
+        for config in configs(shape, name):
+            merged = 0 if config.splits > MERGED_HERE else triton.next_power_of_2(config.splits)
+            jobs[SHAPES[shape][2:], name, replace(config, splits=0), merged] = shape, name, config
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         for _ in pool.map(_compile, jobs.values()):
             pass
@@ -164,16 +159,8 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
             with out.open("a") as file:
                 file.write(line + "\n")
 
-    for variant in variants_of(format_name):
-        measure(divided(shape, 2000 / variant[2], variant))
-    leaders = sorted(results, key=lambda x: x[0])[:3]
-    for (_, leader), programs in itertools.product(leaders, PROGRAMS):
-        measure(divided(shape, programs, (leader.page_tile, leader.num_stages, leader.max_registers)))
-    best = min(results, key=lambda x: x[0])[1]
-    for page_splits, window_splits in itertools.product((-1, 0, 1), (-1, 0, 1, 3)):
-        pages, windows = best.page_splits + page_splits, best.window_splits + window_splits
-        if pages > 0 and windows > 0:
-            measure(replace(best, page_splits=pages, window_splits=windows))
+    for config in configs(shape, format_name):
+        measure(config)
     us, config = min(results, key=lambda x: x[0])
     rows_checked = sorted({0, batch - 1})
     scaling = head_dim**-0.5
@@ -182,7 +169,7 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
     print(
         f"BEST {shape} {format_name}: {us:.2f} us, {moved / us / 1e6:.2f} TB/s, error {error:.1e}, {config}", flush=True
     )
-    rows, splits = batch * num_heads, config.page_splits + config.window_splits
+    rows, splits = batch * num_heads, config.splits
     entry = {"head_dim": head_dim, "groups": num_queries // num_heads, "bits": fmt.key.bits}
     if fmt.key.axis == "channel":
         entry |= {"channel_group": min(fmt.key.group_size, 64), "groups_per_row": 1}
@@ -191,7 +178,6 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
     entry |= {"rows": rows, "columns": caches[0].table_BN.shape[1]}
     return entry | {
         "programs_per_sm": round(splits * rows / num_sms(), 2),
-        "window_share": round(config.window_splits / splits, 4),
         "page_tile": config.page_tile,
         "num_stages": config.num_stages,
         "max_registers": config.max_registers,
@@ -203,10 +189,10 @@ def record(entry: dict[str, Any], path: Path) -> None:
     known = json.loads(path.read_text("utf-8"))
     entries = known.setdefault(torch.cuda.get_device_name(0), [])
 
-    def kind(x: dict[str, Any]) -> list[Any]:
-        return [x[name] for name in list(entry)[:7]]
+    def same_class(x: dict[str, Any]) -> bool:
+        return all(x[name] == entry[name] for name in list(entry)[:6]) and 0.9 < x["columns"] / entry["columns"] < 1.1
 
-    places = [i for i, x in enumerate(entries) if kind(x) == kind(entry)]
+    places = [i for i, x in enumerate(entries) if same_class(x)]
     if places:
         entries[places[0]] = entry
     else:

@@ -16,13 +16,15 @@ import torch
 
 from kvcompile.codec.page import PageFormat
 
+_WINDOW_TILES = 20
+"""About as many tiles as windows of usual size have: more programs than tiles and pages would have nothing to do."""
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What tuning may change. `page_splits` and `window_splits` share a row's pages and the tiles of its windows."""
+    """What tuning may change. `splits` programs share the pages and the tiles of the windows of a row and KV head."""
 
-    page_splits: int
-    window_splits: int
+    splits: int
     page_tile: int = 64  # tokens of a page per step
     table_block: int = 64  # page ids loaded at once; between blocks nothing is in flight
     window_tile: int = 16  # tokens of a window per step; its buffers must not outgrow those of the pages
@@ -39,11 +41,9 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
     known = _measured()
     classes = known.get(name) or next(iter(known.values()))
     best = min(classes, key=lambda found: _distance(found, fmt, rows, columns, groups))
-    splits = max(2, round(best["programs_per_sm"] * sms / max(rows, 1)))
-    windows = max(1, round(splits * best["window_share"]))
+    splits = max(1, round(best["programs_per_sm"] * sms / max(rows, 1)))
     return DecodeConfig(
-        page_splits=max(1, min(splits - windows, max(columns, 1))),
-        window_splits=windows,
+        splits=min(splits, columns + _WINDOW_TILES),
         page_tile=best.get("page_tile", DecodeConfig.page_tile),
         num_stages=best.get("num_stages", DecodeConfig.num_stages),
         max_registers=best["max_registers"],

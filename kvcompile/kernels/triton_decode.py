@@ -4,9 +4,10 @@ Shapes: B batch rows, K KV heads, G query heads per KV head (padded to a power o
 P pages, N page-table columns, X page bytes, Z splits; in a kernel T tokens of a tile, C channels of a chunk (one code of
 every byte, D bits / 8, padded), R = 2 PG columns of (high, low) pairs of numbers.
 
-Grid (B K, Z): the first splits divide the tiles of the windows, which take longest, the others the row's pages by the row's
-own length, read on the device. Few splits of a row are merged by the program that ends last; many by a second launch, which
-is started early and waits on the device. Shapes alone fix the grids, so a CUDA graph may hold them.
+Grid (B K, Z): the tiles of the windows and the pages of a row, a tile and a page costing about as much, are divided evenly
+among the splits, by the row's own length, read on the device. Few splits of a row are merged by the program that ends last;
+many by a second launch, which is started early and waits on the device. Shapes alone fix the grids, so a CUDA graph may hold
+them, and lengths alone the division, so that the same cache always gives the same bits.
 
 Arithmetic on pages: codes are int8 tensor-core operands, never dequantized. The query and the weights `p` are fixed
 point numbers of 15 bits in two int8 columns; scale and zero point are factored out, per group:
@@ -14,7 +15,7 @@ point numbers of 15 bits in two int8 columns; scale and zero point are factored 
 channel, which the query takes in, page by page: `q . k = (q s) . c - sum (q s z)`.
 Weights are fixed relative to the tile's own largest `p s`, so that a tile with little weight keeps its precision.
 """
-# ruff: noqa: B007, RUF005 - a kernel's tuples grow by `+` in static loops: Triton knows no starred elements
+# ruff: noqa: RUF005 - a kernel's tuples grow by `+` in static loops: Triton knows no starred elements
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 
 import torch
@@ -27,7 +28,7 @@ from kvcompile.codec.layer import LayerCache
 from kvcompile.codec.page import PageFormat
 from kvcompile.kernels.decode_config import DecodeConfig, choose_config
 from kvcompile.kernels.triton_encode import as_float
-from kvcompile.kernels.triton_launch import prefetch, starts_early
+from kvcompile.kernels.triton_launch import starts_early
 from kvcompile.kernels.triton_operands import (
     bf16_dot,
     bf16_pairs,
@@ -50,7 +51,7 @@ _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
 _LARGEST_HALF = tl.constexpr(16384.0)
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
-_MERGED_HERE = 32  # splits of a row that its last program merges
+MERGED_HERE = 32  # splits of a row that its last program merges
 
 
 def default_config(batch: int, layer: LayerCache, groups: int) -> DecodeConfig:
@@ -111,7 +112,7 @@ def _places(which_T, ids_N, n, index, count, stride, PAGES: tl.constexpr):
 
 @triton.jit
 def _attend_pages(
-    q_ptr, q_stride_h, pages_ptr, table_ptr, out_ptr, stats_ptr, first_page, end_page, page_stride_p, scaling,
+    q_ptr, q_stride_h, pages_ptr, table_ptr, out_ptr, stats_ptr, first_page, end_page, resumed, page_stride_p, scaling,
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, K_NORM: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
@@ -119,7 +120,8 @@ def _attend_pages(
 ):  # fmt: skip
     """Attention over table columns `first_page` to `end_page` of one row and KV head.
 
-    With K_CHANNEL, K_GROUP counts tokens; K_NORM is the byte offset of the tokens' norms, or 0.
+    Results of the windows for `resumed` heads lie at `out_ptr` and `stats_ptr`, and are gone on from. With K_CHANNEL, K_GROUP
+    counts tokens; K_NORM is the byte offset of the tokens' norms, or 0.
     """
     T: tl.constexpr = K_GROUP if K_CHANNEL and K_GROUP < TILE else TILE
     STEPS: tl.constexpr = PAGE // T if T < PAGE else 1
@@ -133,7 +135,6 @@ def _attend_pages(
     V_CODES: tl.constexpr = PAGE * K_BYTES
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
-    PAGE_BYTES: tl.constexpr = V_META + 4 * PAGE * (D // V_GROUP)  # but for norms
     kc = tl.arange(0, K_CHUNK)
     V_HALF: tl.constexpr = PG >= 8  # weights and codes of values as float16: see the top
     U: tl.constexpr = T // 2 if V_HALF else T  # numbers that hold a tile's codes of a channel
@@ -146,11 +147,6 @@ def _attend_pages(
 
     n = tl.arange(0, TABLE)
     ids_N = tl.load(table_ptr + first_page + n, mask=first_page + n < end_page, other=0)
-    soon = tl.arange(0, 4)
-    ids_4 = tl.load(table_ptr + first_page + soon, mask=first_page + soon < end_page, other=0)
-    line = tl.arange(0, triton.next_power_of_2(triton.cdiv(PAGE_BYTES, 128))) * 128
-    live_4L = (first_page + soon < end_page)[:, None] & (line < PAGE_BYTES)[None, :]
-    prefetch(pages_ptr + (ids_4.to(tl.int64) * page_stride_p)[:, None] + line[None, :], live_4L)
     if WAIT:
         gdc_wait()
 
@@ -180,12 +176,17 @@ def _attend_pages(
 
     # The state: running maximum in units of the logits, the sum of weights and the zero points' share of each group (both
     # kept apart by shares of tokens), and a value accumulator per chunk.
-    m_G = tl.full([PG], _LOWEST, tl.float32)
+    l_G = tl.load(stats_ptr + 2 * g + 1, mask=g < resumed, other=0.0)
+    m_G = tl.load(stats_ptr + 2 * g, mask=g < resumed, other=0.0)
+    m_G = tl.where(l_G > 0.0, m_G / unit_G, _LOWEST)
     v_unit_G = tl.full([PG], _SMALLEST, tl.float32)
     accs = ()
     for i in tl.static_range(V_PARTS):
-        accs = accs + (tl.zeros([V_CHUNK, PG], tl.float32),)
-    l_SG = tl.zeros([_SHARES, PG], tl.float32)
+        weight = half_code_weight(i, V_BITS) / _SMALLEST if V_HALF else code_weight(i, V_BITS)
+        live_CG = (vc < V_BYTES)[:, None] & (g < resumed)[None, :]
+        place_CG = g[None, :] * D + (i * V_BYTES + vc)[:, None]
+        accs = accs + (tl.load(out_ptr + place_CG, mask=live_CG, other=0.0) * weight,)
+    l_SG = tl.zeros([_SHARES, PG], tl.float32) + (l_G / _SHARES)[None, :]
     offsets = ()
     for _group in tl.static_range(D // V_GROUP):
         offsets = offsets + (tl.zeros([_SHARES, PG], tl.float32),)
@@ -357,10 +358,10 @@ def _window_step(
 def _attend_windows(
     q_ptr, q_stride_h, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, out_ptr, stats_ptr,
     sink_k_stride_t, sink_v_stride_t, recent_k_stride_t, recent_v_stride_t,
-    num_sink, num_recent, first_slot, ring, split, num_splits, scaling,
+    num_sink, num_recent, first_slot, ring, first_tile, end_tile, scaling,
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Attention over this split's share of the tiles of live sink slots and of live ring slots.
+    """Attention over tiles `first_tile` to `end_tile`: those of live sink slots, then those of live ring slots.
 
     A ring is whole pages and a tile divides a page, so that a tile never wraps.
     """
@@ -373,29 +374,30 @@ def _attend_windows(
     m_G = tl.full([PG], _LOWEST, tl.float32)
     l_G = tl.zeros([PG], tl.float32)
     acc_DG = tl.zeros([WIDTH, PG], tl.float32)
+    sink_tiles = (num_sink + T - 1) // T
     # Two stages, not more: these buffers must not outgrow those of the pages, which decide how many programs an SM holds.
-    for step in tl.range(0, loop_end((num_sink + T * num_splits - 1) // (T * num_splits)), num_stages=2):
-        first = (step * num_splits + split) * T
-        live_T = first + t < num_sink
+    for tile in tl.range(loop_end(first_tile), loop_end(tl.minimum(end_tile, sink_tiles)), num_stages=2):
+        live_T = tile * T + t < num_sink
         m_G, l_G, acc_DG = _window_step(
-            q_pairs, m_G, l_G, acc_DG, sink_k_ptr, sink_v_ptr, sink_k_stride_t, sink_v_stride_t, first, live_T,
+            q_pairs, m_G, l_G, acc_DG, sink_k_ptr, sink_v_ptr, sink_k_stride_t, sink_v_stride_t, tile * T, live_T,
             PG, D, WIDTH, T,
         )  # fmt: skip
-    for step in tl.range(0, loop_end((num_recent + T * num_splits - 1) // (T * num_splits)), num_stages=2):
-        first = (step * num_splits + split) * T
-        live_T = first + t < num_recent
+    for tile in tl.range(
+        loop_end(tl.maximum(first_tile - sink_tiles, 0)), loop_end(end_tile - sink_tiles), num_stages=2
+    ):
+        live_T = tile * T + t < num_recent
         m_G, l_G, acc_DG = _window_step(
             q_pairs, m_G, l_G, acc_DG, recent_k_ptr, recent_v_ptr, recent_k_stride_t, recent_v_stride_t,
-            (first_slot + first) % ring, live_T, PG, D, WIDTH, T,
+            (first_slot + tile * T) % ring, live_T, PG, D, WIDTH, T,
         )  # fmt: skip
     tl.store(out_ptr + g[None, :] * D + d[:, None], acc_DG, mask=live_DG)
     _store_stats(stats_ptr, m_G, l_G, g, G)
 
 
-@triton.jit(do_not_specialize=["num_heads", "sink", "ring", "page_splits", "window_splits", "table_stride_b"])
+@triton.jit(do_not_specialize=["num_heads", "sink", "ring", "table_stride_b"])
 def _split_kernel(
     q_ptr, pages_ptr, table_ptr, num_pages_ptr, num_tokens_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-    partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, num_heads, sink, ring, page_splits, window_splits,
+    partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, num_heads, sink, ring,
     q_stride_b, q_stride_h, page_stride_p, page_stride_k, table_stride_b,
     sink_k_stride_b, sink_k_stride_k, sink_k_stride_t, sink_v_stride_b, sink_v_stride_k, sink_v_stride_t,
     recent_k_stride_b, recent_k_stride_k, recent_k_stride_t, recent_v_stride_b, recent_v_stride_k, recent_v_stride_t,
@@ -409,32 +411,28 @@ def _split_kernel(
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none.
 
     With MERGE (a power of two, at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
-    start before the one before it has ended: until then it reads numbers of pages and tables, and prefetches pages.
+    start before the one before it has ended: until then it reads numbers of pages and tokens, and tables.
     """
     if EARLY:
         gdc_launch_dependents()
     row = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     split = tl.program_id(1)
-    place = (tl.program_id(0).to(tl.int64) * (page_splits + window_splits) + split) * G
+    num_splits = tl.num_programs(1)
+    place = (tl.program_id(0).to(tl.int64) * num_splits + split) * G
     part_ptr = partial_ptr + place * D
     part_stats_ptr = stats_ptr + place * 2
     q_ptr += row * q_stride_b + head * G * q_stride_h
     num_pages = tl.load(num_pages_ptr + row)
-    if split >= window_splits:
-        first_page = ((split - window_splits) * num_pages) // page_splits
-        _attend_pages(
-            q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, part_ptr, part_stats_ptr,
-            first_page, ((split - window_splits + 1) * num_pages) // page_splits, page_stride_p, scaling,
-            G, PG, D, K_BITS, K_GROUP, K_CHANNEL, K_NORM, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TILE, TABLE, STAGES,
-            WAIT,
-        )  # fmt: skip
-    else:
+    num_tokens = tl.load(num_tokens_ptr + row)
+    num_sink = tl.minimum(num_tokens, sink)
+    num_recent = tl.maximum(num_tokens - num_sink - num_pages * PAGE, 0)
+    tiles = (num_sink + WINDOW_TILE - 1) // WINDOW_TILE + (num_recent + WINDOW_TILE - 1) // WINDOW_TILE
+    first = (split * (tiles + num_pages)) // num_splits
+    end = ((split + 1) * (tiles + num_pages)) // num_splits
+    if first < tiles:
         if WAIT:
             gdc_wait()
-        num_tokens = tl.load(num_tokens_ptr + row)
-        num_sink = tl.minimum(num_tokens, sink)
-        first = num_pages * PAGE
         _attend_windows(
             q_ptr, q_stride_h,
             sink_k_ptr + row * sink_k_stride_b + head * sink_k_stride_k,
@@ -442,18 +440,25 @@ def _split_kernel(
             recent_k_ptr + row * recent_k_stride_b + head * recent_k_stride_k,
             recent_v_ptr + row * recent_v_stride_b + head * recent_v_stride_k,
             part_ptr, part_stats_ptr, sink_k_stride_t, sink_v_stride_t, recent_k_stride_t, recent_v_stride_t,
-            num_sink, tl.maximum(num_tokens - num_sink - first, 0), first % tl.maximum(ring, 1), tl.maximum(ring, 1),
-            split, window_splits, scaling, G, PG, D, WIDTH, WINDOW_TILE,
+            num_sink, num_recent, (num_pages * PAGE) % tl.maximum(ring, 1), tl.maximum(ring, 1),
+            first, tl.minimum(end, tiles), scaling, G, PG, D, WIDTH, WINDOW_TILE,
+        )  # fmt: skip
+        tl.debug_barrier()  # every thread's part is written before others go on from it
+    if (end > tiles) | (first >= tiles):
+        _attend_pages(
+            q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, part_ptr, part_stats_ptr,
+            tl.maximum(first - tiles, 0), end - tiles, tl.where(first < tiles, G, 0), page_stride_p, scaling,
+            G, PG, D, K_BITS, K_GROUP, K_CHANNEL, K_NORM, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TILE, TABLE, STAGES,
+            WAIT,
         )  # fmt: skip
     if MERGE:
         tl.debug_barrier()  # every thread's part is written before the arrival is announced
-        num_splits = page_splits + window_splits
         arrived = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.store(arrived_ptr + tl.program_id(0), 0)
-            first = tl.program_id(0).to(tl.int64) * num_splits * G
+            place = tl.program_id(0).to(tl.int64) * num_splits * G
             _merge_here(
-                partial_ptr + first * D, stats_ptr + first * 2, out_ptr + tl.program_id(0).to(tl.int64) * G * D,
+                partial_ptr + place * D, stats_ptr + place * 2, out_ptr + tl.program_id(0).to(tl.int64) * G * D,
                 lse_ptr + tl.program_id(0).to(tl.int64) * G, num_splits, G, PG, D, WIDTH, MERGE,
             )  # fmt: skip
 
@@ -476,11 +481,17 @@ def _merge_here(
     sum_G = tl.where(l_G > 0.0, l_G, 1.0)
     acc_GD = tl.zeros([PG, WIDTH], tl.float32)
     live_GD = (g < G)[:, None] & (d < D)[None, :]
-    for split in tl.range(0, loop_end(num_splits), num_stages=1, loop_unroll_factor=4):
-        m_now_G = tl.load(stats_ptr + 2 * (split * G + g), mask=g < G, other=float("-inf"), cache_modifier=".cg")
-        place_GD = split * G * D + g[:, None] * D + d[None, :]
-        part_GD = tl.load(partial_ptr + place_GD, mask=live_GD, other=0.0, cache_modifier=".cg")
-        acc_GD += part_GD * tl.exp2(m_now_G - m_G)[:, None]
+    S: tl.constexpr = 16 // PG if PG <= 16 else 1  # splits at a time: their loads are under way together
+    for first in tl.range(0, loop_end(num_splits), S, num_stages=1):
+        s = first + tl.arange(0, S)
+        place_SG = s[:, None] * G + g[None, :]
+        live_SG = (s < num_splits)[:, None] & (g < G)[None, :]
+        part_SGD = tl.load(
+            partial_ptr + place_SG[:, :, None] * D + d[None, None, :],
+            mask=live_SG[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        m_SG = tl.load(stats_ptr + 2 * place_SG, mask=live_SG, other=float("-inf"), cache_modifier=".cg")
+        acc_GD += tl.sum(part_SGD * tl.exp2(m_SG - m_G[None, :])[:, :, None], axis=0)
     tl.store(out_ptr + g[:, None] * D + d[None, :], acc_GD / sum_G[:, None], mask=live_GD)
     lse_G = tl.where(l_G > 0.0, m_G * _LN_2 + tl.log(sum_G), float("-inf"))  # logits are in base 2
     tl.store(lse_ptr + g, lse_G, mask=g < G)
@@ -556,7 +567,7 @@ def attend(
             raise ValueError(f"the last dimension must be contiguous, strides are {x.stride()}")
     groups = num_queries // num_heads
     config = config or default_config(batch, layer, groups)
-    splits = config.page_splits + config.window_splits
+    splits = config.splits
     key, value = layer.fmt.key, layer.fmt.value
     partial = torch.empty((batch * num_heads, splits, groups, head_dim), dtype=torch.float32, device=q_BHD.device)
     stats = torch.empty((batch * num_heads, splits, groups, 2), dtype=torch.float32, device=q_BHD.device)
@@ -564,7 +575,7 @@ def attend(
     lse_BH = torch.empty(q_BHD.shape[:2], dtype=torch.float32, device=q_BHD.device)
     if not batch:
         return out_BHD, lse_BH
-    merge = triton.next_power_of_2(splits) if splits <= _MERGED_HERE else 0
+    merge = triton.next_power_of_2(splits) if splits <= MERGED_HERE else 0
     early = not merge and starts_early(q_BHD.device)
     wait = pages_at_rest and starts_early(q_BHD.device)
     if arrived is None:
@@ -572,7 +583,6 @@ def attend(
     _split_kernel[(batch * num_heads, splits)](
         q_BHD, layer.pages_PKX, layer.table_BN, layer.num_pages_B, layer.num_tokens_B, *windows, partial, stats,
         arrived, out_BHD, lse_BH, scaling * _LOG2_E, num_heads, layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
-        config.page_splits, config.window_splits,
         *q_BHD.stride()[:2], *layer.pages_PKX.stride()[:2], layer.table_BN.stride(0),
         *(stride for x in windows for stride in x.stride()[:3]),
         G=groups, PG=max(4, triton.next_power_of_2(groups)), D=head_dim,
