@@ -8,10 +8,13 @@ a chunk on the history with float64 on the same codes. Without a GPU Triton's in
 """
 
 import argparse
+import os
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,20 @@ def is_wrong(r: dict[str, Any]) -> bool:
     )  # fmt: skip
 
 
+def check_draw(draw: int, longest: int) -> dict[str, Any]:
+    """One random shape of a format, the same in every run."""
+    torch.manual_seed(draw)
+    rng = random.Random(draw)
+    fmt, groups = FORMATS[draw % len(FORMATS)]
+    key, value = fmt.key, fmt.value
+    shape = {
+        "head_dim": fmt.head_dim, "key": f"{key.bits} bits, {key.axis} {key.group_size}, {key.token_scale}",
+        "value": f"{value.bits} bits, {value.group_size}", "zero_point": key.zero_point, "rounding": key.rounding,
+        "page_tokens": fmt.tokens, "groups": groups,
+    }  # fmt: skip
+    return shape | check_encoding(fmt, rng) | check_reading(fmt, groups, rng, longest)
+
+
 def markdown(found: Sequence[dict[str, Any]], rotation: float) -> str:
     def largest(name: str) -> float:
         return max(r[name] for r in found)
@@ -220,22 +237,16 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=300)
     parser.add_argument("--longest", type=int, default=5000, help="tokens of the longest row")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    rng, started, found = random.Random(0), time.time(), []
+    started, found = time.time(), []
     rotation = check_rotation()
     options.out.mkdir(parents=True, exist_ok=True)
-    for draw in range(options.draws):
-        fmt, groups = FORMATS[draw % len(FORMATS)]
-        key, value = fmt.key, fmt.value
-        shape = {
-            "head_dim": fmt.head_dim, "key": f"{key.bits} bits, {key.axis} {key.group_size}, {key.token_scale}",
-            "value": f"{value.bits} bits, {value.group_size}", "zero_point": key.zero_point, "rounding": key.rounding,
-            "page_tokens": fmt.tokens, "groups": groups,
-        }  # fmt: skip
-        found.append(shape | check_encoding(fmt, rng) | check_reading(fmt, groups, rng, options.longest))
-        if is_wrong(found[-1]) or draw % 20 == 0:
-            print(f"{time.time() - started:.0f} s, draw {draw}: {found[-1]}", flush=True)
-        gpu.write_csv(options.out / "gpu_check.csv", found)
+    draws = range(options.draws), [options.longest] * options.draws
+    with ProcessPoolExecutor(os.cpu_count() if gpu.DEVICE == "cuda" else 1, get_context("spawn")) as pool:
+        for draw, checked in enumerate(pool.map(check_draw, *draws)):
+            found.append(checked)
+            if is_wrong(checked) or draw % 20 == 0:
+                print(f"{time.time() - started:.0f} s, draw {draw}: {checked}", flush=True)
+            gpu.write_csv(options.out / "gpu_check.csv", found)
     (options.out / "gpu_check.md").write_text(markdown(found, rotation))
     print(markdown(found, rotation), f"{time.time() - started:.0f} s")
     if rotation > 0.51 or any(map(is_wrong, found)):

@@ -56,21 +56,22 @@ print(json.dumps({"stages": result.seconds, "bytes": result.checkpoint_bytes, **
 """
 
 
-def make_checkpoint(path: Path, gigabytes: float) -> int:
-    """A checkpoint of about this size; its number of layers."""
+def make_checkpoint(path: Path, gigabytes: float, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> int:
+    """A checkpoint of about this size, with weights drawn on `device`; its number of layers."""
     path.mkdir(parents=True)
-    layers = max(1, round((gigabytes * 1e9 - 4 * ROWS * COLUMNS) / LAYER_BYTES))
+    size = dtype.itemsize
+    layers = max(1, round((gigabytes * 1e9 - 2 * size * ROWS * COLUMNS) / (LAYER_BYTES // 2 * size)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(EXAMPLE / name, path / name)
-    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers, "dtype": str(dtype)[6:]}))
     shapes = {"model.embed_tokens": (ROWS, COLUMNS), "model.norm": (COLUMNS,), "lm_head": (ROWS, COLUMNS)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in LAYER.items()}
-    generator, index, shard, held = torch.Generator().manual_seed(0), {}, {}, 0
+    generator, index, shard, held = torch.Generator(device).manual_seed(0), {}, {}, 0
     pending = list(shapes.items())
     for position, (name, shape) in enumerate(pending):
-        weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0, shape[-1] ** -0.5, generator=generator)
-        shard[f"{name}.weight"] = weight if len(shape) > 1 else weight + 1
-        held += 2 * weight.numel()
+        weight = torch.empty(shape, dtype=dtype, device=device).normal_(0, shape[-1] ** -0.5, generator=generator)
+        shard[f"{name}.weight"] = (weight if len(shape) > 1 else weight + 1).cpu()
+        held += size * weight.numel()
         if held >= SHARD_BYTES or position == len(pending) - 1:
             file = f"model-{len(set(index.values())):05}.safetensors"
             save_file(shard, path / file)

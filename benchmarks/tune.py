@@ -2,7 +2,8 @@
 
     python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
-For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs. Times are
+For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs, and the
+best five with every tilt. Times are
 of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled first, one process per core.
 `--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
@@ -44,6 +45,7 @@ VARIANTS = (  # page_tile, num_stages, max_registers
 )
 FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
 PROGRAMS = (3.9, 5.8, 6.8, 7.75, 8.7, 9.65, 10.6, 11.6, 12.6, 13.5, 14.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
+TILTS = (0.03, 0.06, 0.09, 0.12, 0.16, 0.2)
 
 
 def formats(head_dim: int) -> dict[str, PageFormat]:
@@ -161,6 +163,8 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
 
     for config in configs(shape, format_name):
         measure(config)
+    for (_, config), tilt in itertools.product(sorted(results, key=lambda x: x[0])[:5], TILTS):
+        measure(replace(config, tilt=tilt))
     us, config = min(results, key=lambda x: x[0])
     rows_checked = sorted({0, batch - 1})
     scaling = head_dim**-0.5
@@ -181,6 +185,7 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
         "page_tile": config.page_tile,
         "num_stages": config.num_stages,
         "max_registers": config.max_registers,
+        "tilt": config.tilt,
     }
 
 

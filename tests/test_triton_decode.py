@@ -144,9 +144,9 @@ SMALL = PageFormat(RowFormat(32, 2, 32, 0.96), RowFormat(32, 2, 32, 0.92))
         DecodeConfig(2),
         DecodeConfig(10, table_block=2),
         DecodeConfig(8, table_block=1, window_tile=32, num_stages=1),
-        DecodeConfig(22, window_tile=64),
+        DecodeConfig(22, window_tile=64, tilt=0.2),
         DecodeConfig(41, page_tile=32),
-        DecodeConfig(5, page_tile=128),
+        DecodeConfig(5, page_tile=128, tilt=0.9),
         DecodeConfig(3, page_tile=256, table_block=4),
     ],
 )
@@ -238,7 +238,7 @@ TYPES = (
     | dict.fromkeys(("table_ptr", "num_pages_ptr", "num_tokens_ptr"), "*i32")
     | dict.fromkeys(("partial_ptr", "stats_ptr", "out_ptr", "lse_ptr"), "*fp32")
     | {"arrived_ptr": "*i32"}
-    | {"pages_ptr": "*u8", "scaling": "fp32"}
+    | {"pages_ptr": "*u8", "scaling": "fp32", "tilt": "fp32"}
 )
 
 
@@ -264,7 +264,7 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
     sides = {f"{s}_{name}": x for s in "KV" for name, x in (("BITS", bits), ("GROUP", group), ("CHUNK", chunk))}
     constants = {"G": groups, "PG": groups, "D": head_dim, "PAGE": page, "WIDTH": head_dim, "TABLE": 32, "TILE": 64}
     constants |= {"K_CHANNEL": channel, "K_NORM": 0, "WINDOW_TILE": 16, "STAGES": 3, "EARLY": False, "MERGE": 8}
-    constants["WAIT"] = capability >= 90
+    constants |= {"WAIT": capability >= 90, "WINDOW_COST": 4, "PAGE_COST": page // 16}
     kernel = "kvcompile.kernels.triton_decode:_split_kernel"
     sides["V_CHUNK"] = head_dim * bits // 8
     built = compile_for_hopper(

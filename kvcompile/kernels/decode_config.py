@@ -30,6 +30,7 @@ class DecodeConfig:
     window_tile: int = 16  # tokens of a window per step; its buffers must not outgrow those of the pages
     num_stages: int = 3
     max_registers: int | None = None
+    tilt: float = 0.0  # the first split gets 1 + tilt of the mean share, the last 1 - tilt
 
 
 def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device: torch.device) -> DecodeConfig:
@@ -47,6 +48,7 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
         page_tile=best.get("page_tile", DecodeConfig.page_tile),
         num_stages=best.get("num_stages", DecodeConfig.num_stages),
         max_registers=best["max_registers"],
+        tilt=best.get("tilt", DecodeConfig.tilt),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from kvcompile.codec import LayerCache
 from kvcompile.kernels.triton_encode import to_bf16
@@ -76,8 +76,7 @@ def _append_kernel(
 ):  # fmt: skip
     """One program per (block of channels, KV head, tile of rows: first those of queries, then of keys, then of values)."""
     if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+        gdc_wait()  # attention is not let in before the end: its programs would crowd where there are none of these
     column_C = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)

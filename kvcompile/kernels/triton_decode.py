@@ -4,8 +4,8 @@ Shapes: B batch rows, K KV heads, G query heads per KV head (padded to a power o
 P pages, N page-table columns, X page bytes, Z splits; in a kernel T tokens of a tile, C channels of a chunk (one code of
 every byte, D bits / 8, padded), R = 2 PG columns of (high, low) pairs of numbers.
 
-Grid (B K, Z): the tiles of the windows and the pages of a row, a tile and a page costing about as much, are divided evenly
-among the splits, by the row's own length, read on the device. Few splits of a row are merged by the program that ends last;
+Grid (B K, Z): the tiles of the windows and the pages of a row are divided among the splits, by what they cost and by the row's
+own length, read on the device. Few splits of a row are merged by the program that ends last;
 many by a second launch, which is started early and waits on the device. Shapes alone fix the grids, so a CUDA graph may hold
 them, and lengths alone the division, so that the same cache always gives the same bits.
 
@@ -394,10 +394,17 @@ def _attend_windows(
     _store_stats(stats_ptr, m_G, l_G, g, G)
 
 
+@triton.jit
+def _share_of(split, num_splits, work, tilt):
+    """Where the split's share of the work begins. Shares shrink linearly: programs that start later get less of an SM."""
+    part = split.to(tl.float32) / num_splits
+    return (work * (part + tilt * part * (1.0 - part)) + 0.5).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["num_heads", "sink", "ring", "table_stride_b"])
 def _split_kernel(
     q_ptr, pages_ptr, table_ptr, num_pages_ptr, num_tokens_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-    partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, num_heads, sink, ring,
+    partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, tilt, num_heads, sink, ring,
     q_stride_b, q_stride_h, page_stride_p, page_stride_k, table_stride_b,
     sink_k_stride_b, sink_k_stride_k, sink_k_stride_t, sink_v_stride_b, sink_v_stride_k, sink_v_stride_t,
     recent_k_stride_b, recent_k_stride_k, recent_k_stride_t, recent_v_stride_b, recent_v_stride_k, recent_v_stride_t,
@@ -405,7 +412,7 @@ def _split_kernel(
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, K_NORM: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TABLE: tl.constexpr,
-    WINDOW_TILE: tl.constexpr,
+    WINDOW_TILE: tl.constexpr, WINDOW_COST: tl.constexpr, PAGE_COST: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none.
@@ -428,9 +435,13 @@ def _split_kernel(
     num_sink = tl.minimum(num_tokens, sink)
     num_recent = tl.maximum(num_tokens - num_sink - num_pages * PAGE, 0)
     tiles = (num_sink + WINDOW_TILE - 1) // WINDOW_TILE + (num_recent + WINDOW_TILE - 1) // WINDOW_TILE
-    first = (split * (tiles + num_pages)) // num_splits
-    end = ((split + 1) * (tiles + num_pages)) // num_splits
-    if first < tiles:
+    first = _share_of(split, num_splits, tiles * WINDOW_COST + num_pages * PAGE_COST, tilt)
+    end = _share_of(split + 1, num_splits, tiles * WINDOW_COST + num_pages * PAGE_COST, tilt)
+    first_tile = tl.minimum((first + WINDOW_COST - 1) // WINDOW_COST, tiles)
+    end_tile = tl.minimum((end + WINDOW_COST - 1) // WINDOW_COST, tiles)
+    first_page = (tl.maximum(first - tiles * WINDOW_COST, 0) + PAGE_COST - 1) // PAGE_COST
+    end_page = (tl.maximum(end - tiles * WINDOW_COST, 0) + PAGE_COST - 1) // PAGE_COST
+    if first_tile < end_tile:
         if WAIT:
             gdc_wait()
         _attend_windows(
@@ -441,13 +452,13 @@ def _split_kernel(
             recent_v_ptr + row * recent_v_stride_b + head * recent_v_stride_k,
             part_ptr, part_stats_ptr, sink_k_stride_t, sink_v_stride_t, recent_k_stride_t, recent_v_stride_t,
             num_sink, num_recent, (num_pages * PAGE) % tl.maximum(ring, 1), tl.maximum(ring, 1),
-            first, tl.minimum(end, tiles), scaling, G, PG, D, WIDTH, WINDOW_TILE,
+            first_tile, end_tile, scaling, G, PG, D, WIDTH, WINDOW_TILE,
         )  # fmt: skip
         tl.debug_barrier()  # every thread's part is written before others go on from it
-    if (end > tiles) | (first >= tiles):
+    if (first_page < end_page) | (first_tile >= end_tile):
         _attend_pages(
             q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, part_ptr, part_stats_ptr,
-            tl.maximum(first - tiles, 0), end - tiles, tl.where(first < tiles, G, 0), page_stride_p, scaling,
+            first_page, end_page, tl.where(first_tile < end_tile, G, 0), page_stride_p, scaling,
             G, PG, D, K_BITS, K_GROUP, K_CHANNEL, K_NORM, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TILE, TABLE, STAGES,
             WAIT,
         )  # fmt: skip
@@ -582,7 +593,8 @@ def attend(
         arrived = _shared_arrivals(batch, num_heads, q_BHD.device)
     _split_kernel[(batch * num_heads, splits)](
         q_BHD, layer.pages_PKX, layer.table_BN, layer.num_pages_B, layer.num_tokens_B, *windows, partial, stats,
-        arrived, out_BHD, lse_BH, scaling * _LOG2_E, num_heads, layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
+        arrived, out_BHD, lse_BH, scaling * _LOG2_E, config.tilt, num_heads,
+        layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
         *q_BHD.stride()[:2], *layer.pages_PKX.stride()[:2], layer.table_BN.stride(0),
         *(stride for x in windows for stride in x.stride()[:3]),
         G=groups, PG=max(4, triton.next_power_of_2(groups)), D=head_dim,
@@ -591,8 +603,10 @@ def attend(
         K_CHUNK=max(32, triton.next_power_of_2(key.row_bytes)),
         V_BITS=value.bits, V_GROUP=value.group_size, V_CHUNK=max(16, triton.next_power_of_2(value.row_bytes)),
         PAGE=layer.fmt.tokens, TILE=config.page_tile, WIDTH=max(16, triton.next_power_of_2(head_dim)),
-        TABLE=config.table_block, WINDOW_TILE=config.window_tile, STAGES=config.num_stages, EARLY=early,
-        MERGE=merge, WAIT=wait, num_warps=1, maxnreg=config.max_registers, launch_pdl=wait,
+        TABLE=config.table_block, WINDOW_TILE=config.window_tile,
+        WINDOW_COST=config.window_tile // 16 * (4 if groups <= 4 else 6),  # measured, in what 16 tokens of a page take
+        PAGE_COST=layer.fmt.tokens // 16, STAGES=config.num_stages, EARLY=early, MERGE=merge, WAIT=wait, num_warps=1,
+        maxnreg=config.max_registers, launch_pdl=wait,
     )  # fmt: skip
     if not merge:
         _merge_kernel[(batch * num_queries, triton.cdiv(head_dim, 32))](
