@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def largest_difference(one: Path, other: Path) -> tuple[float, str]:
     return apart[name], name
 
 
-def measure(model: Path, folder: Path, tokens: int) -> list[dict[str, Any]]:
+def measure(model: Path, folder: Path, tokens: int) -> Iterator[dict[str, Any]]:
     """All ways, compared with the first."""
     found: list[dict[str, Any]] = []
     for index, way in enumerate(WAYS):
@@ -82,7 +83,7 @@ def measure(model: Path, folder: Path, tokens: int) -> list[dict[str, Any]]:
         shutil.rmtree(folder / str(index) / "out")
         found.append(row)
         print({k: v for k, v in row.items() if k != "dump"}, flush=True)
-    return found
+        yield row
 
 
 def markdown(sections: dict[str, list[dict[str, Any]]]) -> str:
@@ -112,7 +113,7 @@ def main() -> None:
     if torch.cuda.device_count() < 2:
         raise SystemExit("this needs two GPUs")
     options.out.mkdir(parents=True, exist_ok=True)
-    sections = {}
+    sections: dict[str, list[dict[str, Any]]] = {}
     for size, dtype in ((options.size, torch.bfloat16), (options.exact_size, torch.float32)):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             started = time.perf_counter()
@@ -122,9 +123,10 @@ def main() -> None:
             title = (
                 f"{parameters / 1e9:.1f} billion parameters, {str(dtype)[6:]}, {layers} layers, {options.tokens} tokens"
             )
-            sections[title] = measure(Path(folder) / "model", Path(folder), options.tokens)
-        (options.out / "devices.json").write_text(json.dumps(sections, indent=1, default=str) + "\n")
-        (options.out / "devices.md").write_text(markdown(sections))
+            for row in measure(Path(folder) / "model", Path(folder), options.tokens):
+                sections.setdefault(title, []).append(row)
+                (options.out / "devices.json").write_text(json.dumps(sections, indent=1, default=str) + "\n")
+                (options.out / "devices.md").write_text(markdown(sections))
     print(markdown(sections))
 
 
