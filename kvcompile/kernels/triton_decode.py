@@ -278,8 +278,12 @@ def _attend_pages(
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
                 ps_TG = p_TG * (_scale_of(metas[group]) * s_inverse)[:, None]
-                if V_HALF:
+                if (
+                    V_HALF
+                ):  # zero points get the rounded weights too: what rounding takes from a code, it takes from both
+                    ps_TG = ps_TG.to(tl.float16)
                     weights = weights + (dealt_halves(ps_TG, T, PG),)
+                    ps_TG = ps_TG.to(tl.float32)
                 else:
                     weights = weights + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
                 offset_SG = _shares(ps_TG * _zero_of(metas[group])[:, None], T, PG)

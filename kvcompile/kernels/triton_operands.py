@@ -100,8 +100,8 @@ def dealt_pairs(x, inverse, T: tl.constexpr, PG: tl.constexpr):
 
 @triton.jit
 def dealt_halves(x, T: tl.constexpr, PG: tl.constexpr):
-    """Dealt rows ``[T, PG]`` as float16: the even tokens ``[T / 2, PG]`` and the odd ones, in order."""
-    x_0, x_1, x_2, x_3 = _neighbours(x.to(tl.float16), T, PG)
+    """Dealt float16 rows ``[T, PG]`` as the even tokens ``[T / 2, PG]`` and the odd ones, in order."""
+    x_0, x_1, x_2, x_3 = _neighbours(x, T, PG)
     return _in_order(x_0, x_2, T, PG), _in_order(x_1, x_3, T, PG)
 
 
