@@ -66,8 +66,8 @@ FORMATS = [  # with the query heads of a KV head
     (channel_format(96, 2, 32, (2, 96), token_scale="max"), 3),
 ]
 LARGEST_ERROR, LARGEST_ERROR_BF16 = 1.5e-3, 3e-3
-CHUNK_ERROR = 1e-2
-"""BF16 products and weights, relative to a head's norm."""
+CHUNK_ERROR = 2e-2
+"""BF16 products and weights, relative to the norm of a head's output, which may nearly cancel."""
 
 
 def awkward_rows(num_blocks: int, num_heads: int, fmt: PageFormat, magnitude: float) -> Tensor:

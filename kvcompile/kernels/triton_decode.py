@@ -14,6 +14,12 @@ point numbers of 15 bits in two int8 columns; scale and zero point are factored 
 `q . k = s (q . c - z sum q)` and `sum_t p v = sum_t (p s) c - sum_t p s z`. Keys quantized along tokens have a scale per
 channel, which the query takes in, page by page: `q . k = (q s) . c - sum (q s z)`.
 Weights are fixed relative to the tile's own largest `p s`, so that a tile with little weight keeps its precision.
+
+With more than 4 query heads a KV head, pairs would cost more than they save: the weights of values are float16, and a code's
+bits, where they lie, a subnormal float16. Keys stay as they are, because an error of a logit is one of every weight.
+
+Tokens of a step are dealt: row 8 j + a of every 32 is token 4 a + j. A thread of a tensor-core result holds rows 8 apart, hence
+four neighbouring tokens: metadata comes in wide loads, and weights become operand words without a detour through memory.
 """
 # ruff: noqa: RUF005 - a kernel's tuples grow by `+` in static loops: Triton knows no starred elements
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
@@ -136,7 +142,7 @@ def _attend_pages(
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
     kc = tl.arange(0, K_CHUNK)
-    V_HALF: tl.constexpr = PG >= 8  # weights and codes of values as float16: see the top
+    V_HALF: tl.constexpr = PG >= 8  # weights and codes of values as float16
     U: tl.constexpr = T // 2 if V_HALF else T  # numbers that hold a tile's codes of a channel
     V_RUN: tl.constexpr = PAGE // 2 if V_HALF else PAGE  # of a page
     vc = tl.arange(0, V_CHUNK)
