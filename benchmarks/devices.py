@@ -2,7 +2,7 @@
 
     python -m benchmarks.devices --out benchmarks/results/h200 [--folder FOLDER] [--size 9] [--exact-size 2]
 
-A llama-like checkpoint with random BF16 weights (9 GB are 4.4 billion) is converted by the command on one GPU, by two processes
+A llama-like checkpoint with random BF16 weights (9 GB are 4.5 billion) is converted by the command on one GPU, by two processes
 of torchrun, and by one process that spreads the model over both GPUs; then a small one with float32 weights, where rounding
 hides nothing. Makes and deletes what it needs in `--folder`; writes devices.json and devices.md. Needs two GPUs.
 """

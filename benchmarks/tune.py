@@ -101,7 +101,7 @@ def time_config(q: Tensor, caches: list[LayerCache], config: DecodeConfig, repla
     """Microseconds of one call; None where the kernel does not compile or launch."""
     try:
         scaling = q.shape[-1] ** -0.5
-        return microseconds([lambda x=x: attend(q, x, scaling, config, pages_at_rest=True) for x in caches], replays)
+        return microseconds([lambda x=x: attend(q, x, scaling, config, lengths_at_rest=True) for x in caches], replays)
     except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
         print("failed", config, type(error).__name__, flush=True)
         return None
@@ -161,10 +161,13 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
             with out.open("a") as file:
                 file.write(line + "\n")
 
-    for config in configs(shape, format_name):
+    wanted = configs(shape, format_name)
+    for config in wanted:
         measure(config)
     for (_, config), tilt in itertools.product(sorted(results, key=lambda x: x[0])[:5], TILTS):
         measure(replace(config, tilt=tilt))
+    if time.time() - started > budget:
+        print(f"stopped after {budget:.0f} s: {len(results)} of {len(wanted)} and of their tilts measured", flush=True)
     us, config = min(results, key=lambda x: x[0])
     rows_checked = sorted({0, batch - 1})
     scaling = head_dim**-0.5
@@ -179,6 +182,8 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
         entry |= {"channel_group": min(fmt.key.group_size, 64), "groups_per_row": 1}
     else:
         entry |= {"channel_group": 0, "groups_per_row": fmt.key.num_groups}
+    if fmt.key.token_scale != "none":
+        entry["norms"] = True
     entry |= {"rows": rows, "columns": caches[0].table_BN.shape[1]}
     return entry | {
         "programs_per_sm": round(splits * rows / num_sms(), 2),
@@ -195,7 +200,8 @@ def record(entry: dict[str, Any], path: Path) -> None:
     entries = known.setdefault(torch.cuda.get_device_name(0), [])
 
     def same_class(x: dict[str, Any]) -> bool:
-        return all(x[name] == entry[name] for name in list(entry)[:6]) and 0.9 < x["columns"] / entry["columns"] < 1.1
+        code = ("head_dim", "groups", "bits", "channel_group", "groups_per_row", "norms", "rows")
+        return all(x.get(name) == entry.get(name) for name in code) and 0.9 < x["columns"] / entry["columns"] < 1.1
 
     places = [i for i, x in enumerate(entries) if same_class(x)]
     if places:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -128,6 +129,7 @@ def test_formats_that_are_left_to_the_codec():
         assert not supports(PageFormat(other, row))
         assert not supports(PageFormat(row, other))
     assert not supports(PageFormat(row, RowFormat(64, 2, 64, axis="channel")))
+    assert not supports(PageFormat(RowFormat(64, 2, 16, axis="channel"), row))
     unread = RowFormat(32, 2, 32, zero_point="none")
     layer = on_device(random_layer(PageFormat(unread, unread), 1, [70], 0, 64))
     with pytest.raises(ValueError, match="no kernel"):
@@ -168,6 +170,14 @@ def test_queries_of_any_kind(dtype, sharpness):
 def test_zero_query():
     layer = random_layer(SMALL, 1, [333], 64, 128)
     check(torch.zeros(1, 1, 32), layer, 0.2, DecodeConfig(3))
+
+
+@pytest.mark.gpu
+def test_many_tokens_in_one_program():
+    """Tensor cores truncate what they add up: sums over many tiles must not be theirs."""
+    layer = random_layer(SMALL, 1, [60_000], 64, 128)
+    q = 0.3 * torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))
+    check(q, layer, 0.2, DecodeConfig(1))
 
 
 @pytest.mark.parametrize("groups", [4, 8])
@@ -238,21 +248,22 @@ TYPES = (
     | dict.fromkeys(("table_ptr", "num_pages_ptr", "num_tokens_ptr"), "*i32")
     | dict.fromkeys(("partial_ptr", "stats_ptr", "out_ptr", "lse_ptr"), "*fp32")
     | {"arrived_ptr": "*i32"}
-    | {"pages_ptr": "*u8", "scaling": "fp32", "tilt": "fp32"}
+    | {"pages_ptr": "*u8", "scaling": "fp32"}
 )
 
 
 # head_dim, G, bits, group, page, channel, compute capability, registers: instructions of a step over 64 tokens at most
 CODE = {
-    (128, 4, 2, 128, 64, False, 90, 144): 620,
-    (128, 8, 2, 128, 64, False, 90, 168): 1010,
-    (64, 4, 2, 64, 64, False, 90, 128): 540,
-    (128, 4, 4, 128, 64, False, 90, 168): 680,
-    (128, 4, 2, 32, 64, False, 90, 168): 1200,
-    (128, 4, 2, 128, 128, True, 90, 255): 900,
-    (128, 4, 2, 32, 128, True, 90, 168): 2 * 880,
-    (128, 4, 2, 128, 64, False, 80, 144): 640,
-    (128, 4, 2, 128, 64, False, 100, 144): 640,
+    (128, 4, 2, 128, 64, False, 90, 144): 570,
+    (128, 8, 2, 128, 64, False, 90, 208): 880,
+    (128, 5, 2, 128, 64, False, 90, 208): 880,
+    (64, 4, 2, 64, 64, False, 90, 128): 490,
+    (128, 4, 4, 128, 64, False, 90, 168): 650,
+    (128, 4, 2, 32, 64, False, 90, 168): 980,
+    (128, 4, 2, 128, 128, True, 90, 255): 820,
+    (128, 4, 2, 32, 128, True, 90, 168): 2 * 760,
+    (128, 4, 2, 128, 64, False, 80, 144): 600,
+    (128, 4, 2, 128, 64, False, 100, 144): 600,
 }
 
 
@@ -262,9 +273,10 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
     head_dim, groups, bits, group, page, channel, capability, registers = case
     chunk = max(32, head_dim * bits // 8)
     sides = {f"{s}_{name}": x for s in "KV" for name, x in (("BITS", bits), ("GROUP", group), ("CHUNK", chunk))}
-    constants = {"G": groups, "PG": groups, "D": head_dim, "PAGE": page, "WIDTH": head_dim, "TABLE": 32, "TILE": 64}
+    padded = max(4, triton.next_power_of_2(groups))
+    constants = {"G": groups, "PG": padded, "D": head_dim, "PAGE": page, "WIDTH": head_dim, "TABLE": 64, "TILE": 64}
     constants |= {"K_CHANNEL": channel, "K_NORM": 0, "WINDOW_TILE": 16, "STAGES": 3, "EARLY": False, "MERGE": 8}
-    constants |= {"WAIT": capability >= 90, "WINDOW_COST": 4, "PAGE_COST": page // 16}
+    constants |= {"WAIT": capability >= 90, "WINDOW_COST": 4 if groups <= 4 else 6, "PAGE_COST": page // 16}
     kernel = "kvcompile.kernels.triton_decode:_split_kernel"
     sides["V_CHUNK"] = head_dim * bits // 8
     built = compile_for_hopper(
@@ -274,7 +286,7 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
     steps = 2 if channel and group == 32 else 1
     opcodes = [opcode(x) for x in bodies[0]]  # the innermost loop that multiplies codes: one step
     assert steps * len(opcodes) <= CODE[case], f"{len(opcodes)} instructions"
-    assert opcodes.count("IMMA") * steps >= 64 * head_dim * max(8, 2 * groups) // (16 * 32 * 8)  # of keys
+    assert opcodes.count("IMMA") * steps >= 64 * head_dim * 2 * padded // (16 * 32 * 8)  # of keys
     assert opcodes.count("IMMA" if groups <= 4 else "HMMA") * steps >= 64 * head_dim * 8 // (16 * 32 * 8)
     assert "LDGSTS" in opcodes
     assert not {"LDL", "STL"} & set(opcodes)

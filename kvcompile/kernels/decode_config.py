@@ -52,15 +52,21 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
     )
 
 
+def _padded(groups: int) -> int:
+    """Query heads as the kernel has them."""
+    return int(max(4, 2 ** math.ceil(math.log2(groups))))
+
+
 def _distance(found: dict[str, Any], fmt: PageFormat, rows: int, columns: int, groups: int) -> float:
     """How far a measured class is from a shape: what changes the code first, then the amount of work."""
     group = fmt.key.group_size if fmt.key.axis == "token" else 0
     code = (
         4 * (found["channel_group"] != (0 if group else min(fmt.key.group_size, 64)))
-        + 2 * abs(math.log2(found["groups"] / groups))
+        + 2 * abs(math.log2(_padded(found["groups"]) / _padded(groups)))
         + 2 * abs(math.log2(found["head_dim"] / fmt.head_dim))
         + abs(math.log2(found["bits"] / fmt.key.bits))
         + (found["groups_per_row"] != (fmt.key.num_groups if group else 1))
+        + (found.get("norms", False) != (fmt.key.token_scale != "none"))
     )
     work = abs(math.log2(found["rows"] / max(rows, 1))) + abs(math.log2(found["columns"] / max(columns, 1)))
     return 8 * code + work

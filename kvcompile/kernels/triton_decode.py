@@ -5,9 +5,9 @@ P pages, N page-table columns, X page bytes, Z splits; in a kernel T tokens of a
 every byte, D bits / 8, padded), R = 2 PG columns of (high, low) pairs of numbers.
 
 Grid (B K, Z): the tiles of the windows and the pages of a row are divided among the splits, by what they cost and by the row's
-own length, read on the device. Few splits of a row are merged by the program that ends last;
-many by a second launch, which is started early and waits on the device. Shapes alone fix the grids, so a CUDA graph may hold
-them, and lengths alone the division, so that the same cache always gives the same bits.
+own length, read on the device. Few splits of a row are merged by the program that ends last; many by a second launch, which
+is started early and waits on the device. Shapes alone fix the grids, so a CUDA graph may hold them, and shapes and lengths the
+division: the bits of a result never depend on timing.
 
 Arithmetic on pages: codes are int8 tensor-core operands, never dequantized. The query and the weights `p` are fixed
 point numbers of 15 bits in two int8 columns; scale and zero point are factored out, per group:
@@ -45,7 +45,6 @@ from kvcompile.kernels.triton_operands import (
     fixed_pairs,
     half_code_weight,
     half_codes,
-    half_dot,
     join_fixed,
     loop_end,
 )
@@ -137,7 +136,6 @@ def _attend_pages(
     K_GROUPS: tl.constexpr = 1 if K_CHANNEL else D // K_GROUP
     V_PARTS: tl.constexpr = 8 // V_BITS
     V_BYTES: tl.constexpr = D // V_PARTS
-    V_ALONE: tl.constexpr = V_GROUP % V_BYTES == 0  # a chunk has one group
     V_CODES: tl.constexpr = PAGE * K_BYTES
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
@@ -267,9 +265,7 @@ def _attend_pages(
             for group in tl.static_range(1, D // V_GROUP):
                 metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T),)
                 largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
-            if (
-                V_HALF
-            ):  # float16 has room for small weights: one unit for all tiles, so that results add up in the product
+            if V_HALF:  # float16 has room for small weights: one unit for all tiles
                 new_v_unit_G = tl.maximum(v_unit_G, tl.max(largest_T, axis=0) / _LARGEST_HALF)
                 v_old_G = old_G * (v_unit_G / new_v_unit_G)
                 v_unit_G = new_v_unit_G
@@ -284,9 +280,7 @@ def _attend_pages(
             new_offsets = ()
             for group in tl.static_range(D // V_GROUP):
                 ps_TG = p_TG * (_scale_of(metas[group]) * s_inverse)[:, None]
-                if (
-                    V_HALF
-                ):  # zero points get the rounded weights too: what rounding takes from a code, it takes from both
+                if V_HALF:  # rounding takes as much from zero points as from codes
                     ps_TG = ps_TG.to(tl.float16)
                     weights = weights + (dealt_halves(ps_TG, T, PG),)
                     ps_TG = ps_TG.to(tl.float32)
@@ -305,19 +299,15 @@ def _attend_pages(
                     codes_CT = codes(v_bytes_CU, i, V_BITS)
                 for group in tl.static_range(D // V_GROUP):
                     if _meet(i, group, V_BYTES, V_GROUP):
-                        if V_HALF:
-                            o_CG = half_dot(even_CU, weights[group][0], acc_CG if V_ALONE else None)
-                            o_CG = half_dot(odd_CU, weights[group][1], o_CG)
+                        if V_HALF:  # tiles are summed outside: tensor cores truncate
+                            o_CG = tl.dot(odd_CU, weights[group][1], tl.dot(even_CU, weights[group][0]))
                         else:
                             o_CR = tl.dot(codes_CT, weights[group], out_dtype=tl.int32)
                             o_CG = join_fixed(o_CR, V_CHUNK, PG) * p_unit_G[None, :]
-                            if V_ALONE:
-                                o_CG += acc_CG
-                        if V_ALONE:
-                            acc_CG = o_CG
-                        else:
+                        if V_GROUP % V_BYTES != 0:
                             member_C = (i * V_BYTES + vc) // V_GROUP == group
-                            acc_CG += tl.where(member_C[:, None], o_CG, 0.0)
+                            o_CG = tl.where(member_C[:, None], o_CG, 0.0)
+                        acc_CG += o_CG
                 new_accs = new_accs + (acc_CG,)
             accs = new_accs
         following = first + TABLE + n
@@ -406,12 +396,15 @@ def _attend_windows(
 
 @triton.jit
 def _share_of(split, num_splits, work, tilt):
-    """Where the split's share of the work begins. Shares shrink linearly: programs that start later get less of an SM."""
-    part = split.to(tl.float32) / num_splits
-    return (work * (part + tilt * part * (1.0 - part)) + 0.5).to(tl.int32)
+    """Where the split's share of the work begins. Shares shrink linearly: programs that start later get less of an SM.
+
+    In integers, and `tilt` in 256ths: what ends one share must be what begins the next, in another program too.
+    """
+    part = work.to(tl.int64) * split * (256 * num_splits + tilt * (num_splits - split))
+    return (part // (num_splits.to(tl.int64) * num_splits * 256)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_heads", "sink", "ring", "table_stride_b"])
+@triton.jit(do_not_specialize=["tilt", "num_heads", "sink", "ring", "table_stride_b"])
 def _split_kernel(
     q_ptr, pages_ptr, table_ptr, num_pages_ptr, num_tokens_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
     partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, tilt, num_heads, sink, ring,
@@ -559,7 +552,8 @@ def supports(fmt: PageFormat) -> bool:
     """Whether this kernel reads the format; if not, the codec does."""
     rows = (fmt.key, fmt.value)
     grids = all(row.zero_point != "none" and not row.centroids for row in rows)
-    return grids and fmt.value.axis == "token" and fmt.value.token_scale == "none"
+    steps = fmt.key.axis == "token" or fmt.key.group_size >= 32  # at least 32 tokens share a scale
+    return grids and steps and fmt.value.axis == "token" and fmt.value.token_scale == "none"
 
 
 def attend(
@@ -568,13 +562,13 @@ def attend(
     scaling: float,
     config: DecodeConfig | None = None,
     arrived: Tensor | None = None,
-    pages_at_rest: bool = False,
+    lengths_at_rest: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new rotated query per row and head, means `codec.attend_layer`: float32 ``[B, H, D]``, ``[B, H]``.
 
     Lengths and page tables are read on the device only, so the call may be captured into a CUDA graph. Calls that may run at
-    the same time on several streams of a device need `new_arrivals` of their own. `pages_at_rest` says that the kernel before
-    this one on the stream writes neither pages nor tables nor numbers of pages: reading these need not wait for it.
+    the same time on several streams of a device need `new_arrivals` of their own. `lengths_at_rest` says that the kernel before
+    this one on the stream writes neither tables nor numbers of pages or tokens: reading these need not wait for it.
     """
     batch, num_queries, head_dim = q_BHD.shape
     num_heads = layer.pages_PKX.shape[1]
@@ -598,12 +592,12 @@ def attend(
         return out_BHD, lse_BH
     merge = triton.next_power_of_2(splits) if splits <= MERGED_HERE else 0
     early = not merge and starts_early(q_BHD.device)
-    wait = pages_at_rest and starts_early(q_BHD.device)
+    wait = lengths_at_rest and starts_early(q_BHD.device)
     if arrived is None:
         arrived = _shared_arrivals(batch, num_heads, q_BHD.device)
     _split_kernel[(batch * num_heads, splits)](
         q_BHD, layer.pages_PKX, layer.table_BN, layer.num_pages_B, layer.num_tokens_B, *windows, partial, stats,
-        arrived, out_BHD, lse_BH, scaling * _LOG2_E, config.tilt, num_heads,
+        arrived, out_BHD, lse_BH, scaling * _LOG2_E, round(256 * config.tilt), num_heads,
         layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
         *q_BHD.stride()[:2], *layer.pages_PKX.stride()[:2], layer.table_BN.stride(0),
         *(stride for x in windows for stride in x.stride()[:3]),
@@ -632,15 +626,16 @@ def new_arrivals(batch: int, num_heads: int, device: torch.device) -> Tensor:
     return torch.zeros(triton.next_power_of_2(batch * num_heads), dtype=torch.int32, device=device)
 
 
-_arrivals: dict[torch.device, Tensor] = {}
+_arrivals: dict[torch.device, list[Tensor]] = {}
+"""Counters by device, the largest last: earlier ones stay, because a CUDA graph may hold them."""
 
 
 def _shared_arrivals(batch: int, num_heads: int, device: torch.device) -> Tensor:
     """Counters of the device, kept for later calls; a graph's own while one is captured, if there are none yet."""
-    kept = _arrivals.get(device)
-    if kept is None or len(kept) < batch * num_heads:
-        kept = new_arrivals(max(batch, 1024), num_heads, device)
+    kept = _arrivals.setdefault(device, [])
+    if not kept or len(kept[-1]) < batch * num_heads:
+        made = new_arrivals(max(batch, 1024), num_heads, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return kept
-        _arrivals[device] = kept
-    return kept
+            return made
+        kept.append(made)
+    return kept[-1]

@@ -139,12 +139,6 @@ def half_codes(packed, i: tl.constexpr, BITS: tl.constexpr, ODD: tl.constexpr):
 
 
 @triton.jit
-def half_dot(a, b, acc):
-    """float16 ``a b + acc`` in float32."""
-    return tl.dot(a, b) if acc is None else tl.dot(a, b, acc)
-
-
-@triton.jit
 def _neighbours(x, T: tl.constexpr, PG: tl.constexpr):
     """Dealt rows ``[T, PG]`` as four times ``[T / 32, 8, PG]``: tokens 0 to 3 of each four."""
     even, odd = tl.split(x.reshape(T // 32, 2, 2, 8, PG).permute(0, 3, 4, 1, 2))

@@ -33,8 +33,10 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = resolve_device("cuda" if accelerated else "cpu")
-        if accelerated and self.rank == 0:  # torchrun leaves a process one thread, but only this one uses the CPU
-            torch.set_num_threads(os.cpu_count() or 1)
+        if (
+            accelerated and self.rank == 0 and torch.get_num_threads() == 1
+        ):  # as torchrun sets it, but only this one computes
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
 
     @staticmethod
     def expected() -> bool:

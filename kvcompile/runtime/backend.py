@@ -261,8 +261,9 @@ class TritonBackend(CodecBackend):
 
         if softcap is not None or not triton_decode.supports(layer.fmt):
             return super().attend(q_BHD, layer, scaling, softcap, shift_BH)
-        # Nothing writes pages between `append` and the attention of the queries that it returned.
-        return triton_decode.attend(q_BHD, layer, scaling, pages_at_rest=q_BHD is self._appended)
+        # `append` writes no lengths, and nothing else comes between it and the attention of the queries that it returned.
+        appended, self._appended = self._appended, None
+        return triton_decode.attend(q_BHD, layer, scaling, lengths_at_rest=q_BHD is appended)
 
     def attend_chunk(
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, layer: LayerCache, row: int, scaling: float
