@@ -38,18 +38,8 @@ def convert(model: Path, folder: Path, way: str, tokens: int) -> dict[str, Any]:
     """One conversion; its seconds as a whole and by pass, and the folder with what calibration found."""
     launcher, options = WAYS[way]
     dump = folder / "ir"
-    command = [
-        *launcher,
-        "convert",
-        model,
-        "-o",
-        folder / "out",
-        "--calibration-tokens",
-        tokens,
-        "--dump-ir",
-        dump,
-        *options,
-    ]
+    target = ["-o", folder / "out", "--dump-ir", dump, "--calibration-tokens", tokens]
+    command = [*launcher, "convert", model, *target, *options]
     started = time.perf_counter()
     result = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started

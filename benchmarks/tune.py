@@ -3,8 +3,8 @@
     python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
 For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs, and the
-best five with every tilt. Times are
-of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled first, one process per core.
+best five with every tilt. Times are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled
+first, one process per core.
 `--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
 

@@ -92,7 +92,7 @@ def bit_reversal(order: int) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """LAPACK on small matrices wants no more: on 32 cores 224 of them took 22 s, and 0.9 s with one thread."""
+    """LAPACK on small matrices wants no more: rotations of 14 layers took 22 s with 32 threads, and 0.9 s with one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

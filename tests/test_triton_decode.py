@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -16,7 +15,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from kvcompile.codec import LayerCache, PageFormat, RowFormat, attend_layer, encode_pages
-from kvcompile.kernels.decode_config import DecodeConfig, choose_config
+from kvcompile.kernels.decode_config import DecodeConfig, choose_config, padded_heads
 from kvcompile.kernels.triton_decode import attend, supports
 from tests.compiled import compile_for_hopper, loops, opcode
 from tests.layers import on_device, random_layer
@@ -273,7 +272,7 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
     head_dim, groups, bits, group, page, channel, capability, registers = case
     chunk = max(32, head_dim * bits // 8)
     sides = {f"{s}_{name}": x for s in "KV" for name, x in (("BITS", bits), ("GROUP", group), ("CHUNK", chunk))}
-    padded = max(4, triton.next_power_of_2(groups))
+    padded = padded_heads(groups)
     constants = {"G": groups, "PG": padded, "D": head_dim, "PAGE": page, "WIDTH": head_dim, "TABLE": 64, "TILE": 64}
     constants |= {"K_CHANNEL": channel, "K_NORM": 0, "WINDOW_TILE": 16, "STAGES": 3, "EARLY": False, "MERGE": 8}
     constants |= {"WAIT": capability >= 90, "WINDOW_COST": 4 if groups <= 4 else 6, "PAGE_COST": page // 16}
@@ -294,7 +293,7 @@ def test_what_the_compiler_makes_of_the_kernel(case, tmp_path):
 
 
 def test_merge_compiles_for_hopper(tmp_path):
-    kernel = "kvcompile.kernels.triton_decode:_merge_kernel"
+    kernel = "kvcompile.kernels.triton_merge:merge_kernel"
     constants = {"G": 4, "D": 128, "WIDTH": 128, "BLOCK": 16, "EARLY": True}
     assert compile_for_hopper(kernel, TYPES, constants, tmp_path, num_warps=4)["ptx"]
 

@@ -52,8 +52,8 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
     )
 
 
-def _padded(groups: int) -> int:
-    """Query heads as the kernel has them."""
+def padded_heads(groups: int) -> int:
+    """Query heads of a KV head as the kernel has them: a power of two, at least 4."""
     return int(max(4, 2 ** math.ceil(math.log2(groups))))
 
 
@@ -62,7 +62,7 @@ def _distance(found: dict[str, Any], fmt: PageFormat, rows: int, columns: int, g
     group = fmt.key.group_size if fmt.key.axis == "token" else 0
     code = (
         4 * (found["channel_group"] != (0 if group else min(fmt.key.group_size, 64)))
-        + 2 * abs(math.log2(_padded(found["groups"]) / _padded(groups)))
+        + 2 * abs(math.log2(padded_heads(found["groups"]) / padded_heads(groups)))
         + 2 * abs(math.log2(found["head_dim"] / fmt.head_dim))
         + abs(math.log2(found["bits"] / fmt.key.bits))
         + (found["groups_per_row"] != (fmt.key.num_groups if group else 1))

@@ -32,9 +32,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvcompile.codec.layer import LayerCache
 from kvcompile.codec.page import PageFormat
-from kvcompile.kernels.decode_config import DecodeConfig, choose_config
+from kvcompile.kernels.decode_config import DecodeConfig, choose_config, padded_heads
 from kvcompile.kernels.triton_encode import as_float
 from kvcompile.kernels.triton_launch import starts_early
+from kvcompile.kernels.triton_merge import LOWEST, merge_here, merge_kernel
 from kvcompile.kernels.triton_operands import (
     bf16_dot,
     bf16_pairs,
@@ -50,8 +51,6 @@ from kvcompile.kernels.triton_operands import (
 )
 
 _LOG2_E = 1.4426950408889634
-_LN_2 = tl.constexpr(0.6931471805599453)
-_LOWEST = tl.constexpr(-1e30)  # a maximum before there is one; minus infinity would make NaN of differences
 _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
 _LARGEST_HALF = tl.constexpr(16384.0)
@@ -182,7 +181,7 @@ def _attend_pages(
     # kept apart by shares of tokens), and a value accumulator per chunk.
     l_G = tl.load(stats_ptr + 2 * g + 1, mask=g < resumed, other=0.0)
     m_G = tl.load(stats_ptr + 2 * g, mask=g < resumed, other=0.0)
-    m_G = tl.where(l_G > 0.0, m_G / unit_G, _LOWEST)
+    m_G = tl.where(l_G > 0.0, m_G / unit_G, LOWEST)
     v_unit_G = tl.full([PG], _SMALLEST, tl.float32)
     accs = ()
     for i in tl.static_range(V_PARTS):
@@ -371,7 +370,7 @@ def _attend_windows(
     live_DG = (d < D)[:, None] & (g < G)[None, :]
     q_DG = as_float(tl.load(q_ptr + g[None, :] * q_stride_h + d[:, None], mask=live_DG, other=0.0)) * scaling
     q_pairs = bf16_pairs(q_DG, WIDTH, PG)
-    m_G = tl.full([PG], _LOWEST, tl.float32)
+    m_G = tl.full([PG], LOWEST, tl.float32)
     l_G = tl.zeros([PG], tl.float32)
     acc_DG = tl.zeros([WIDTH, PG], tl.float32)
     sink_tiles = (num_sink + T - 1) // T
@@ -471,81 +470,10 @@ def _split_kernel(
         if arrived == num_splits - 1:
             tl.store(arrived_ptr + tl.program_id(0), 0)
             place = tl.program_id(0).to(tl.int64) * num_splits * G
-            _merge_here(
+            merge_here(
                 partial_ptr + place * D, stats_ptr + place * 2, out_ptr + tl.program_id(0).to(tl.int64) * G * D,
                 lse_ptr + tl.program_id(0).to(tl.int64) * G, num_splits, G, PG, D, WIDTH, MERGE,
             )  # fmt: skip
-
-
-@triton.jit
-def _merge_here(
-    partial_ptr, stats_ptr, out_ptr, lse_ptr, num_splits,
-    G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, Z: tl.constexpr,
-):  # fmt: skip
-    """All query heads of a row and KV head, whose parts other programs have just written (so L1 must not answer)."""
-    z = tl.arange(0, Z)
-    g = tl.arange(0, PG)
-    d = tl.arange(0, WIDTH)
-    place_ZG = z[:, None] * G + g[None, :]
-    live_ZG = (z < num_splits)[:, None] & (g < G)[None, :]
-    m_ZG = tl.load(stats_ptr + 2 * place_ZG, mask=live_ZG, other=float("-inf"), cache_modifier=".cg")
-    l_ZG = tl.load(stats_ptr + 2 * place_ZG + 1, mask=live_ZG, other=0.0, cache_modifier=".cg")
-    m_G = tl.maximum(tl.max(m_ZG, axis=0), _LOWEST)
-    l_G = tl.sum(l_ZG * tl.exp2(m_ZG - m_G[None, :]), axis=0)
-    sum_G = tl.where(l_G > 0.0, l_G, 1.0)
-    acc_GD = tl.zeros([PG, WIDTH], tl.float32)
-    live_GD = (g < G)[:, None] & (d < D)[None, :]
-    S: tl.constexpr = 16 // PG if PG <= 16 else 1  # splits at a time: their loads are under way together
-    for first in tl.range(0, loop_end(num_splits), S, num_stages=1):
-        s = first + tl.arange(0, S)
-        place_SG = s[:, None] * G + g[None, :]
-        live_SG = (s < num_splits)[:, None] & (g < G)[None, :]
-        part_SGD = tl.load(
-            partial_ptr + place_SG[:, :, None] * D + d[None, None, :],
-            mask=live_SG[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        m_SG = tl.load(stats_ptr + 2 * place_SG, mask=live_SG, other=float("-inf"), cache_modifier=".cg")
-        acc_GD += tl.sum(part_SGD * tl.exp2(m_SG - m_G[None, :])[:, :, None], axis=0)
-    tl.store(out_ptr + g[:, None] * D + d[None, :], acc_GD / sum_G[:, None], mask=live_GD)
-    lse_G = tl.where(l_G > 0.0, m_G * _LN_2 + tl.log(sum_G), float("-inf"))  # logits are in base 2
-    tl.store(lse_ptr + g, lse_G, mask=g < G)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, lse_ptr, num_splits,
-    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program per (batch row and query head, WIDTH channels): the weighted mean over splits, and the log of the sum.
-
-    Zeros and minus infinity where no split has tokens.
-    """
-    if EARLY:
-        gdc_wait()
-    index = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    m = tl.full([1], _LOWEST, tl.float32)
-    l_ = tl.zeros([1], tl.float32)
-    acc_D = tl.zeros([WIDTH], tl.float32)
-    for step in tl.range(0, loop_end((num_splits + BLOCK - 1) // BLOCK)):
-        z = step * BLOCK + tl.arange(0, BLOCK)
-        place_Z = ((index // G) * num_splits + z) * G + index % G
-        m_Z = tl.load(stats_ptr + 2 * place_Z, mask=z < num_splits, other=float("-inf"))
-        live_Z = m_Z > float("-inf")
-        l_Z = tl.load(stats_ptr + 2 * place_Z + 1, mask=z < num_splits, other=0.0)
-        live_ZD = (z < num_splits)[:, None] & (d < D)[None, :]
-        part_ZD = tl.load(partial_ptr + place_Z[:, None] * D + d[None, :], mask=live_ZD, other=0.0)
-        new_m = tl.maximum(m, tl.max(m_Z, axis=0))
-        weight_Z = tl.where(live_Z, tl.exp2(m_Z - new_m), 0.0)
-        old = tl.exp2(m - new_m)
-        l_ = l_ * old + tl.sum(weight_Z * l_Z, axis=0)
-        acc_D = acc_D * old + tl.sum(weight_Z[:, None] * part_ZD, axis=0)
-        m = new_m
-    sum_ = tl.where(l_ > 0.0, l_, 1.0)
-    tl.store(out_ptr + index * D + d, acc_D / sum_, mask=d < D)
-    if tl.program_id(1) == 0:
-        lse = tl.where(l_ > 0.0, m * _LN_2 + tl.log(sum_), float("-inf"))  # logits are in base 2
-        tl.store(lse_ptr + index + tl.arange(0, 1), lse)
 
 
 def supports(fmt: PageFormat) -> bool:
@@ -601,7 +529,7 @@ def attend(
         layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
         *q_BHD.stride()[:2], *layer.pages_PKX.stride()[:2], layer.table_BN.stride(0),
         *(stride for x in windows for stride in x.stride()[:3]),
-        G=groups, PG=max(4, triton.next_power_of_2(groups)), D=head_dim,
+        G=groups, PG=padded_heads(groups), D=head_dim,
         K_BITS=key.bits, K_GROUP=key.group_size, K_CHANNEL=key.axis == "channel",
         K_NORM=layer.fmt.sections["key_norm"][0] if key.token_scale != "none" else 0,
         K_CHUNK=max(32, triton.next_power_of_2(key.row_bytes)),
@@ -613,7 +541,7 @@ def attend(
         maxnreg=config.max_registers, launch_pdl=wait,
     )  # fmt: skip
     if not merge:
-        _merge_kernel[(batch * num_queries, triton.cdiv(head_dim, 32))](
+        merge_kernel[(batch * num_queries, triton.cdiv(head_dim, 32))](
             partial, stats, out_BHD, lse_BH, splits,
             G=groups, D=head_dim, WIDTH=32, BLOCK=min(256, triton.next_power_of_2(splits)), EARLY=early, num_warps=4,
             launch_pdl=early,
