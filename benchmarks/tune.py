@@ -3,7 +3,7 @@
     python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
 For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs, and the
-best five with every tilt. Times are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled
+best three with every tilt and number of programs. Times are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled
 first, one process per core.
 `--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
@@ -40,12 +40,12 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
 }
 L2_BYTES = 60 << 20
 VARIANTS = (  # page_tile, num_stages, max_registers
-    *itertools.product((64,), (2, 3), (128, 144, 168, 208)),
-    *itertools.product((128,), (2, 3), (168, 208, 255)),
+    *itertools.product((64,), (2, 3), (96, 112, 128, 168, 208)),
+    *itertools.product((128,), (2, 3), (168, 255)),
 )
 FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
-PROGRAMS = (3.9, 5.8, 6.8, 7.75, 8.7, 9.65, 10.6, 11.6, 12.6, 13.5, 14.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
-TILTS = (0.03, 0.06, 0.09, 0.12, 0.16, 0.2)
+PROGRAMS = (5.8, 7.75, 9.65, 11.6, 13.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
+TILTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 
 
 def formats(head_dim: int) -> dict[str, PageFormat]:
@@ -123,8 +123,7 @@ def compile_all(shapes: list[str], format_names: list[str]) -> None:
     jobs = {}
     for shape, name in itertools.product(shapes, format_names):
         for config in configs(shape, name):
-            merged = 0 if config.splits > MERGED_HERE else triton.next_power_of_2(config.splits)
-            jobs[SHAPES[shape][2:], name, replace(config, splits=0), merged] = shape, name, config
+            jobs[SHAPES[shape][2:], name, replace(config, splits=0), config.splits > MERGED_HERE] = shape, name, config
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         for _ in pool.map(_compile, jobs.values()):
             pass
@@ -164,8 +163,12 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
     wanted = configs(shape, format_name)
     for config in wanted:
         measure(config)
-    for (_, config), tilt in itertools.product(sorted(results, key=lambda x: x[0])[:5], TILTS):
-        measure(replace(config, tilt=tilt))
+    best: dict[DecodeConfig, DecodeConfig] = {}  # by variant
+    for _, config in sorted(results, key=lambda x: x[0]):
+        best.setdefault(replace(config, splits=0), config)
+    for variant, tilt in itertools.product(list(best)[:3], TILTS):
+        for splits in sorted({c.splits for c in wanted if c.splits >= 0.8 * best[variant].splits}):
+            measure(replace(variant, splits=splits, tilt=tilt))
     if time.time() - started > budget:
         print(f"stopped after {budget:.0f} s: {len(results)} of {len(wanted)} and of their tilts measured", flush=True)
     us, config = min(results, key=lambda x: x[0])

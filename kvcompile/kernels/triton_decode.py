@@ -41,21 +41,25 @@ from kvcompile.kernels.triton_operands import (
     bf16_pairs,
     code_weight,
     codes,
-    dealt_halves,
     dealt_pairs,
     fixed_pairs,
     half_code_weight,
     half_codes,
+    halves,
+    in_order,
     join_fixed,
+    join_rows,
     loop_end,
+    pair_rows,
 )
 
 _LOG2_E = 1.4426950408889634
 _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
 _LARGEST_HALF = tl.constexpr(16384.0)
+V_HALF_FROM = tl.constexpr(16)
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
-MERGED_HERE = 32  # splits of a row that its last program merges
+MERGED_HERE = 32  # most splits of a row that its last program merges; a power of two
 
 
 def default_config(batch: int, layer: LayerCache, groups: int) -> DecodeConfig:
@@ -96,9 +100,49 @@ def _shares(x_TG, T: tl.constexpr, PG: tl.constexpr):
 
 
 @triton.jit
-def _dealt(x_T, T: tl.constexpr):
-    """Four neighbours of every 32 to rows 8 apart, which one thread holds: row 8 j + a is token 4 a + j."""
-    return x_T.reshape(T // 32, 8, 4).permute(0, 2, 1).reshape(T)
+def _dealt(x_T, T: tl.constexpr, PG: tl.constexpr):
+    """Four neighbours to where one thread holds them: rows 8 apart, or with heads first, pairs of columns 8 apart."""
+    if PG >= V_HALF_FROM:
+        return x_T.reshape(T // 16, 4, 2, 2).permute(0, 3, 1, 2).reshape(T)
+    elif PG >= 8:
+        return x_T.reshape(T // 32, 4, 4, 2).permute(0, 2, 1, 3).reshape(T)
+    else:
+        return x_T.reshape(T // 32, 8, 4).permute(0, 2, 1).reshape(T)
+
+
+@triton.jit
+def _pairs(x_NG, inverse, N: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """Fixed-point numbers as the operand that meets codes: ``[N, 2 PG]``, or with heads first ``[2 PG, N]``."""
+    if HEADS_FIRST:
+        return pair_rows(x_NG, inverse, N, PG)
+    else:
+        return fixed_pairs(x_NG, inverse, N, PG)
+
+
+@triton.jit
+def _dot(codes_MN, pairs, sums, HEADS_FIRST: tl.constexpr):
+    """`sums` plus the product, int32 ``[M, 2 PG]``; with heads first, the codes are ``[N, M]`` and it is ``[2 PG, M]``."""
+    if HEADS_FIRST:
+        return tl.dot(pairs, codes_MN, sums, out_dtype=tl.int32)
+    else:
+        return tl.dot(codes_MN, pairs, sums, out_dtype=tl.int32)
+
+
+@triton.jit
+def _zeros(M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    if HEADS_FIRST:
+        return tl.zeros([2 * PG, M], tl.int32)
+    else:
+        return tl.zeros([M, 2 * PG], tl.int32)
+
+
+@triton.jit
+def _joined(dots, M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """Sums of `_dot` as float32 ``[M, PG]``."""
+    if HEADS_FIRST:
+        return join_rows(dots, M, PG)
+    else:
+        return join_fixed(dots, M, PG)
 
 
 @triton.jit
@@ -139,12 +183,13 @@ def _attend_pages(
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
     kc = tl.arange(0, K_CHUNK)
-    V_HALF: tl.constexpr = PG >= 8  # weights and codes of values as float16
+    HEADS_FIRST: tl.constexpr = PG >= 8
+    V_HALF: tl.constexpr = PG >= V_HALF_FROM  # weights and codes of values as float16
     U: tl.constexpr = T // 2 if V_HALF else T  # numbers that hold a tile's codes of a channel
     V_RUN: tl.constexpr = PAGE // 2 if V_HALF else PAGE  # of a page
     vc = tl.arange(0, V_CHUNK)
     t = tl.arange(0, T)
-    r = _dealt(t, T)
+    r = _dealt(t, T, PG)
     u = tl.arange(0, U)
     g = tl.arange(0, PG)
 
@@ -165,7 +210,7 @@ def _attend_pages(
     if not K_CHANNEL:
         for i in tl.static_range(K_PARTS):
             inverse_G = 1.0 / (unit_G * code_weight(i, K_BITS))
-            pairs_CR = fixed_pairs(q_parts[i], inverse_G[None, :], K_CHUNK, PG)
+            pairs_CR = _pairs(q_parts[i], inverse_G[None, :], K_CHUNK, PG, HEADS_FIRST)
             q_pairs = q_pairs + (pairs_CR,)
         for group in tl.static_range(K_GROUPS):
             sum_G = tl.zeros([PG], tl.float32)
@@ -203,14 +248,19 @@ def _attend_pages(
             part = 0 if PAGES > 1 else (step - index * STEPS) * T
             token_T = part + t % PAGE
             meta_place_T = place_T // 4 + token_T
-            k_place_TC = (place_T + (part + r % PAGE) * K_BYTES)[:, None] + kc[None, :]
-            k_bytes_TC = tl.load(pages_ptr + k_place_TC, mask=(kc < K_BYTES)[None, :], other=0)
+            k_place_T = place_T + (part + r % PAGE) * K_BYTES
+            if HEADS_FIRST:
+                k_bytes_TC = tl.load(pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0)
+            else:
+                k_bytes_TC = tl.load(pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0)
             # Bytes of values: of one token as int8, of two as int16.
             place_U = _places(u // V_RUN, ids_N, n, index, count, page_stride_p, PAGES)
             byte_U = (place_U + V_CODES + part) // (PAGE // V_RUN) + u % V_RUN
-            v_place_CU = vc[:, None] * V_RUN + byte_U[None, :]
             v_ptr = pages_ptr.to(tl.pointer_type(tl.int16)) if V_HALF else pages_ptr
-            v_bytes_CU = tl.load(v_ptr + v_place_CU, mask=(vc < V_BYTES)[:, None], other=0)
+            if HEADS_FIRST:
+                v_bytes_CU = tl.load(v_ptr + byte_U[:, None] + (vc * V_RUN)[None, :], mask=(vc < V_BYTES)[None, :], other=0)
+            else:
+                v_bytes_CU = tl.load(v_ptr + (vc * V_RUN)[:, None] + byte_U[None, :], mask=(vc < V_BYTES)[:, None], other=0)
             meta_ptr = pages_ptr.to(tl.pointer_type(tl.int32))
 
             logits_TG = tl.zeros([T, PG], tl.float32)
@@ -224,32 +274,32 @@ def _attend_pages(
                     zero_G += tl.sum(qs_CG * _zero_of(meta_C)[:, None], axis=0)
                     qs_parts = qs_parts + (qs_CG,)
                 qs_unit_G = _largest(qs_parts, PG) / _FIXED
-                dots_TR = tl.zeros([T, 2 * PG], tl.int32)
+                dots_TR = _zeros(T, PG, HEADS_FIRST)
                 for i in tl.static_range(K_PARTS):
                     inverse_G = 1.0 / (qs_unit_G * code_weight(i, K_BITS))
-                    pairs_CR = fixed_pairs(qs_parts[i], inverse_G[None, :], K_CHUNK, PG)
-                    dots_TR = tl.dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, out_dtype=tl.int32)
-                dots_TG = join_fixed(dots_TR, T, PG)
+                    pairs_CR = _pairs(qs_parts[i], inverse_G[None, :], K_CHUNK, PG, HEADS_FIRST)
+                    dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
+                dots_TG = _joined(dots_TR, T, PG, HEADS_FIRST)
                 logits_TG = dots_TG * qs_unit_G[None, :] - zero_G[None, :]
             else:
                 for group in tl.static_range(K_GROUPS):
-                    meta_T = _dealt(tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T), T)
-                    dots_TR = tl.zeros([T, 2 * PG], tl.int32)
+                    meta_T = _dealt(tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T), T, PG)
+                    dots_TR = _zeros(T, PG, HEADS_FIRST)
                     for i in tl.static_range(K_PARTS):
                         if _meet(i, group, K_BYTES, K_GROUP):
                             pairs_CR = q_pairs[i]
                             if K_GROUP % K_BYTES != 0:
                                 member_C = (i * K_BYTES + kc) // K_GROUP == group
-                                pairs_CR = tl.where(member_C[:, None], pairs_CR, 0).to(tl.int8)
-                            dots_TR = tl.dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, out_dtype=tl.int32)
-                    part_TG = join_fixed(dots_TR, T, PG) - _zero_of(meta_T)[:, None] * q_sums[group][None, :]
+                                pairs_CR = tl.where(member_C[None, :] if HEADS_FIRST else member_C[:, None], pairs_CR, 0).to(tl.int8)
+                            dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
+                    part_TG = _joined(dots_TR, T, PG, HEADS_FIRST) - _zero_of(meta_T)[:, None] * q_sums[group][None, :]
                     if K_GROUPS == 1:
                         logits_TG = part_TG * _scale_of(meta_T)[:, None]
                     else:
                         logits_TG += part_TG * _scale_of(meta_T)[:, None]
             if K_NORM:
                 norm_T = tl.load(pages_ptr.to(tl.pointer_type(tl.bfloat16)) + K_NORM // 2 + place_T // 2 + token_T)
-                logits_TG *= as_float(_dealt(norm_T, T))[:, None]
+                logits_TG *= as_float(_dealt(norm_T, T, PG))[:, None]
             if PAGES > 1:
                 logits_TG = tl.where((index + r // PAGE < count)[:, None], logits_TG, float("-inf"))
 
@@ -259,10 +309,10 @@ def _attend_pages(
             l_SG = l_SG * old_G[None, :] + _shares(p_TG, T, PG)
             m_G = new_m_G
 
-            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + meta_place_T), T),)
+            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + meta_place_T), T, PG),)
             largest_T = _scale_of(metas[0])
             for group in tl.static_range(1, D // V_GROUP):
-                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T),)
+                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T, PG),)
                 largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
             if V_HALF:  # float16 has room for small weights: one unit for all tiles
                 new_v_unit_G = tl.maximum(v_unit_G, tl.max(largest_T, axis=0) / _LARGEST_HALF)
@@ -281,8 +331,10 @@ def _attend_pages(
                 ps_TG = p_TG * (_scale_of(metas[group]) * s_inverse)[:, None]
                 if V_HALF:  # rounding takes as much from zero points as from codes
                     ps_TG = ps_TG.to(tl.float16)
-                    weights = weights + (dealt_halves(ps_TG, T, PG),)
+                    weights = weights + (halves(ps_TG, T, PG),)
                     ps_TG = ps_TG.to(tl.float32)
+                elif HEADS_FIRST:
+                    weights = weights + (pair_rows(in_order(ps_TG * p_inverse_G[None, :], T, PG), 1.0, T, PG),)
                 else:
                     weights = weights + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
                 offset_SG = _shares(ps_TG * _zero_of(metas[group])[:, None], T, PG)
@@ -299,10 +351,10 @@ def _attend_pages(
                 for group in tl.static_range(D // V_GROUP):
                     if _meet(i, group, V_BYTES, V_GROUP):
                         if V_HALF:  # tiles are summed outside: tensor cores truncate
-                            o_CG = tl.dot(odd_CU, weights[group][1], tl.dot(even_CU, weights[group][0]))
+                            o_CG = tl.trans(tl.dot(weights[group][1], odd_CU, tl.dot(weights[group][0], even_CU)))
                         else:
-                            o_CR = tl.dot(codes_CT, weights[group], out_dtype=tl.int32)
-                            o_CG = join_fixed(o_CR, V_CHUNK, PG) * p_unit_G[None, :]
+                            o_CR = _dot(codes_CT, weights[group], _zeros(V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST)
+                            o_CG = _joined(o_CR, V_CHUNK, PG, HEADS_FIRST) * p_unit_G[None, :]
                         if V_GROUP % V_BYTES != 0:
                             member_C = (i * V_BYTES + vc) // V_GROUP == group
                             o_CG = tl.where(member_C[:, None], o_CG, 0.0)
@@ -419,7 +471,7 @@ def _split_kernel(
 ):  # fmt: skip
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none.
 
-    With MERGE (a power of two, at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
+    With MERGE (at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
     start before the one before it has ended: until then it reads numbers of pages and tokens, and tables.
     """
     if EARLY:
@@ -518,7 +570,7 @@ def attend(
     lse_BH = torch.empty(q_BHD.shape[:2], dtype=torch.float32, device=q_BHD.device)
     if not batch:
         return out_BHD, lse_BH
-    merge = triton.next_power_of_2(splits) if splits <= MERGED_HERE else 0
+    merge = MERGED_HERE if splits <= MERGED_HERE else 0
     early = not merge and starts_early(q_BHD.device)
     wait = lengths_at_rest and starts_early(q_BHD.device)
     if arrived is None:

@@ -99,15 +99,30 @@ def dealt_pairs(x, inverse, T: tl.constexpr, PG: tl.constexpr):
 
 
 @triton.jit
-def dealt_halves(x, T: tl.constexpr, PG: tl.constexpr):
-    """Dealt float16 rows ``[T, PG]`` as the even tokens ``[T / 2, PG]`` and the odd ones, in order."""
-    x_0, x_1, x_2, x_3 = _neighbours(x, T, PG)
-    return _in_order(x_0, x_2, T, PG), _in_order(x_1, x_3, T, PG)
+def pair_rows(x, inverse, ROWS: tl.constexpr, PG: tl.constexpr):
+    """`fixed_pairs` as rows ``[2 PG, ROWS]``: the high bytes of all columns, then the low ones, which the same thread has."""
+    high, low = _fixed_bytes(x, inverse)
+    return tl.join(high, low).permute(2, 1, 0).reshape(2 * PG, ROWS)
 
 
 @triton.jit
-def _in_order(first, second, T: tl.constexpr, PG: tl.constexpr):
-    return tl.join(first, second).permute(0, 1, 3, 2).reshape(T // 2, PG)
+def halves(x, T: tl.constexpr, PG: tl.constexpr):
+    """Rows ``[T, PG]`` that were dealt in pairs as the even tokens ``[PG, T / 2]`` and the odd ones, in order."""
+    even, odd = tl.split(x.reshape(T // 16, 2, 8, PG).permute(0, 2, 3, 1))
+    return tl.trans(even.reshape(T // 2, PG)), tl.trans(odd.reshape(T // 2, PG))
+
+
+@triton.jit
+def in_order(x, T: tl.constexpr, PG: tl.constexpr):
+    """Rows ``[T, PG]`` that were dealt in pairs, in the order of tokens."""
+    return x.reshape(T // 32, 4, 4, 2, PG).permute(0, 2, 1, 3, 4).reshape(T, PG)
+
+
+@triton.jit
+def join_rows(rows, COLUMNS: tl.constexpr, PG: tl.constexpr):
+    """int32 ``[2 PG, COLUMNS]`` of high and then low rows to float32 ``[COLUMNS, PG]``."""
+    high, low = tl.split(rows.reshape(2, PG, COLUMNS).permute(2, 1, 0))
+    return (high * 256 + low).to(tl.float32)
 
 
 @triton.constexpr_function
