@@ -252,7 +252,9 @@ def _attend_pages(
             if HEADS_FIRST:
                 k_bytes_TC = tl.load(pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0)
             else:
+                k_place_T = place_T + (part + t.reshape(T // 16, 4, 4).permute(0, 2, 1).reshape(T) % PAGE) * K_BYTES
                 k_bytes_TC = tl.load(pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0)
+                k_bytes_TC = k_bytes_TC.reshape(T // 32, 2, 4, 4, K_CHUNK).permute(0, 2, 1, 3, 4).reshape(T, K_CHUNK)
             # Bytes of values: of one token as int8, of two as int16.
             place_U = _places(u // V_RUN, ids_N, n, index, count, page_stride_p, PAGES)
             byte_U = (place_U + V_CODES + part) // (PAGE // V_RUN) + u % V_RUN
