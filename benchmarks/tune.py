@@ -3,7 +3,7 @@
     python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
 For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs, and the
-best three with every tilt and number of programs. Times are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled
+best three with every tilt, and the best of all with other costs of windows. Times are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled
 first, one process per core.
 `--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
@@ -39,13 +39,19 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
     "H": (18, 100352, 32, 8, 128),
 }
 L2_BYTES = 60 << 20
-VARIANTS = (  # page_tile, num_stages, max_registers
-    *itertools.product((64,), (2, 3), (96, 112, 128, 168, 208)),
-    *itertools.product((128,), (2, 3), (168, 255)),
+VARIANTS = tuple(  # page_tile, num_stages, max_registers, ahead
+    (*variant, ahead)
+    for variant in (*itertools.product((64,), (2, 3), (112, 128, 168)), (64, 3, 208), (128, 2, 255), (128, 3, 255))
+    for ahead in (False, True)
 )
-FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
+FEW_VARIANTS = tuple(  # of formats other than int2
+    (*variant, ahead)
+    for variant in ((64, 2, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))
+    for ahead in (False, True)
+)
 PROGRAMS = (5.8, 7.75, 9.65, 11.6, 13.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
-TILTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
+TILTS = (0.02, 0.04, 0.07, 0.1, 0.14, 0.2)
+WINDOW_COSTS = (3, 5, 6)
 
 
 def formats(head_dim: int) -> dict[str, PageFormat]:
@@ -113,8 +119,8 @@ def configs(shape: str, format_name: str) -> list[DecodeConfig]:
     splits = sorted({max(1, round(programs * num_sms() / rows)) for programs in PROGRAMS})
     variants = VARIANTS if format_name == "int2" else FEW_VARIANTS
     return [
-        DecodeConfig(count, page_tile=tile, num_stages=stages, max_registers=registers)
-        for count, (tile, stages, registers) in itertools.product(splits, variants)
+        DecodeConfig(count, page_tile=tile, num_stages=stages, max_registers=registers, ahead=ahead)
+        for count, (tile, stages, registers, ahead) in itertools.product(splits, variants)
     ]
 
 
@@ -167,8 +173,10 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
     for _, config in sorted(results, key=lambda x: x[0]):
         best.setdefault(replace(config, splits=0), config)
     for variant, tilt in itertools.product(list(best)[:3], TILTS):
-        for splits in sorted({c.splits for c in wanted if c.splits >= 0.8 * best[variant].splits}):
+        for splits in sorted({c.splits for c in wanted if 0.8 < c.splits / best[variant].splits < 1.5}):
             measure(replace(variant, splits=splits, tilt=tilt))
+    for (_, config), cost in itertools.product(sorted(results, key=lambda x: x[0])[:3], WINDOW_COSTS):
+        measure(replace(config, window_cost=cost))
     if time.time() - started > budget:
         print(f"stopped after {budget:.0f} s: {len(results)} of {len(wanted)} and of their tilts measured", flush=True)
     us, config = min(results, key=lambda x: x[0])
@@ -193,6 +201,8 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
         "page_tile": config.page_tile,
         "num_stages": config.num_stages,
         "max_registers": config.max_registers,
+        "ahead": config.ahead,
+        "window_cost": config.window_cost,
         "tilt": config.tilt,
     }
 

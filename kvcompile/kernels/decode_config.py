@@ -18,6 +18,8 @@ from kvcompile.codec.page import PageFormat
 
 _WINDOW_TILES = 20
 """About as many tiles as windows of usual size have: more programs than tiles and pages would have nothing to do."""
+_SCHEDULERS = 4
+"""Warp schedulers of an SM, on every GPU of today."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class DecodeConfig:
     window_tile: int = 16  # tokens of a window per step; its buffers must not outgrow those of the pages
     num_stages: int = 3
     max_registers: int | None = None
-    tilt: float = 0.0  # the first split gets 1 + tilt of the mean share, the last 1 - tilt
+    ahead: bool = False  # logits of the next step are computed beside the sums of this one, which costs a step more
+    window_cost: int = 4  # of 16 tokens of a window, in what 16 tokens of pages take
+    tilt: float = 0.0  # programs that start first get 1 + tilt of the mean share, the last 1 - tilt
 
 
 def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device: torch.device) -> DecodeConfig:
@@ -48,8 +52,16 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
         page_tile=best.get("page_tile", DecodeConfig.page_tile),
         num_stages=best.get("num_stages", DecodeConfig.num_stages),
         max_registers=best["max_registers"],
+        ahead=best.get("ahead", DecodeConfig.ahead),
+        window_cost=best.get("window_cost", DecodeConfig.window_cost),
         tilt=best.get("tilt", DecodeConfig.tilt),
     )
+
+
+def layer_of(rows: int, device: torch.device) -> int:
+    """Splits of which each of the GPU's warp schedulers gets one program, in 256ths."""
+    _, sms = _gpu(device)
+    return max(1, 256 * _SCHEDULERS * sms // max(rows, 1))
 
 
 def padded_heads(groups: int) -> int:

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvcompile.codec.layer import LayerCache
 from kvcompile.codec.page import PageFormat
-from kvcompile.kernels.decode_config import DecodeConfig, choose_config, padded_heads
+from kvcompile.kernels.decode_config import DecodeConfig, choose_config, layer_of, padded_heads
 from kvcompile.kernels.triton_encode import as_float
 from kvcompile.kernels.triton_launch import starts_early
 from kvcompile.kernels.triton_merge import LOWEST, merge_here, merge_kernel
@@ -164,7 +164,7 @@ def _attend_pages(
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, K_NORM: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Attention over table columns `first_page` to `end_page` of one row and KV head.
 
@@ -242,7 +242,10 @@ def _attend_pages(
     for block in tl.range(0, loop_end((end_page - first_page + TABLE - 1) // TABLE)):
         first = first_page + block * TABLE
         count = tl.minimum(end_page - first, TABLE)
-        for step in tl.range(0, loop_end((count + PAGES - 1) // PAGES * STEPS), num_stages=STAGES):
+        steps = (count + PAGES - 1) // PAGES * STEPS
+        waiting_TG = tl.full([T, PG], float("-inf"), tl.float32)
+        for turn in tl.range(0, loop_end(steps + AHEAD), num_stages=STAGES):
+            step = tl.minimum(turn, steps - 1) if AHEAD else turn
             index = step // STEPS * PAGES
             place_T = _places(t // PAGE, ids_N, n, index, count, page_stride_p, PAGES)
             part = 0 if PAGES > 1 else (step - index * STEPS) * T
@@ -250,19 +253,35 @@ def _attend_pages(
             meta_place_T = place_T // 4 + token_T
             k_place_T = place_T + (part + r % PAGE) * K_BYTES
             if HEADS_FIRST:
-                k_bytes_TC = tl.load(pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0)
+                k_bytes_TC = tl.load(
+                    pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0
+                )
             else:
                 k_place_T = place_T + (part + t.reshape(T // 16, 4, 4).permute(0, 2, 1).reshape(T) % PAGE) * K_BYTES
-                k_bytes_TC = tl.load(pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0)
+                k_bytes_TC = tl.load(
+                    pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0
+                )
                 k_bytes_TC = k_bytes_TC.reshape(T // 32, 2, 4, 4, K_CHUNK).permute(0, 2, 1, 3, 4).reshape(T, K_CHUNK)
+            if AHEAD:
+                step = tl.maximum(turn - 1, 0)
+                v_index = step // STEPS * PAGES
+                v_part = 0 if PAGES > 1 else (step - v_index * STEPS) * T
+                v_place_T = _places(t // PAGE, ids_N, n, v_index, count, page_stride_p, PAGES)
+                v_meta_place_T = v_place_T // 4 + v_part + t % PAGE
+            else:
+                v_index, v_part, v_meta_place_T = index, part, meta_place_T
             # Bytes of values: of one token as int8, of two as int16.
-            place_U = _places(u // V_RUN, ids_N, n, index, count, page_stride_p, PAGES)
-            byte_U = (place_U + V_CODES + part) // (PAGE // V_RUN) + u % V_RUN
+            place_U = _places(u // V_RUN, ids_N, n, v_index, count, page_stride_p, PAGES)
+            byte_U = (place_U + V_CODES + v_part) // (PAGE // V_RUN) + u % V_RUN
             v_ptr = pages_ptr.to(tl.pointer_type(tl.int16)) if V_HALF else pages_ptr
             if HEADS_FIRST:
-                v_bytes_CU = tl.load(v_ptr + byte_U[:, None] + (vc * V_RUN)[None, :], mask=(vc < V_BYTES)[None, :], other=0)
+                v_bytes_CU = tl.load(
+                    v_ptr + byte_U[:, None] + (vc * V_RUN)[None, :], mask=(vc < V_BYTES)[None, :], other=0
+                )
             else:
-                v_bytes_CU = tl.load(v_ptr + (vc * V_RUN)[:, None] + byte_U[None, :], mask=(vc < V_BYTES)[:, None], other=0)
+                v_bytes_CU = tl.load(
+                    v_ptr + (vc * V_RUN)[:, None] + byte_U[None, :], mask=(vc < V_BYTES)[:, None], other=0
+                )
             meta_ptr = pages_ptr.to(tl.pointer_type(tl.int32))
 
             logits_TG = tl.zeros([T, PG], tl.float32)
@@ -270,7 +289,7 @@ def _attend_pages(
                 qs_parts = ()
                 zero_G = tl.zeros([PG], tl.float32)
                 for i in tl.static_range(K_PARTS):
-                    channel_C = K_META // 4 + (step - index * STEPS) * T // K_GROUP * D + i * K_BYTES + kc
+                    channel_C = K_META // 4 + part // K_GROUP * D + i * K_BYTES + kc
                     meta_C = tl.load(meta_ptr + place_T // 4 + channel_C, mask=kc < K_BYTES, other=0)
                     qs_CG = q_parts[i] * _scale_of(meta_C)[:, None]
                     zero_G += tl.sum(qs_CG * _zero_of(meta_C)[:, None], axis=0)
@@ -292,7 +311,9 @@ def _attend_pages(
                             pairs_CR = q_pairs[i]
                             if K_GROUP % K_BYTES != 0:
                                 member_C = (i * K_BYTES + kc) // K_GROUP == group
-                                pairs_CR = tl.where(member_C[None, :] if HEADS_FIRST else member_C[:, None], pairs_CR, 0).to(tl.int8)
+                                pairs_CR = tl.where(
+                                    member_C[None, :] if HEADS_FIRST else member_C[:, None], pairs_CR, 0
+                                ).to(tl.int8)
                             dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
                     part_TG = _joined(dots_TR, T, PG, HEADS_FIRST) - _zero_of(meta_T)[:, None] * q_sums[group][None, :]
                     if K_GROUPS == 1:
@@ -305,16 +326,18 @@ def _attend_pages(
             if PAGES > 1:
                 logits_TG = tl.where((index + r // PAGE < count)[:, None], logits_TG, float("-inf"))
 
+            if AHEAD:
+                logits_TG, waiting_TG = waiting_TG, logits_TG
             new_m_G = tl.maximum(m_G, tl.max(logits_TG, axis=0))
             p_TG = tl.exp2(logits_TG * unit_G[None, :] - (new_m_G * unit_G)[None, :])
             old_G = tl.exp2((m_G - new_m_G) * unit_G)
             l_SG = l_SG * old_G[None, :] + _shares(p_TG, T, PG)
             m_G = new_m_G
 
-            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + meta_place_T), T, PG),)
+            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + v_meta_place_T), T, PG),)
             largest_T = _scale_of(metas[0])
             for group in tl.static_range(1, D // V_GROUP):
-                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T, PG),)
+                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + v_meta_place_T), T, PG),)
                 largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
             if V_HALF:  # float16 has room for small weights: one unit for all tiles
                 new_v_unit_G = tl.maximum(v_unit_G, tl.max(largest_T, axis=0) / _LARGEST_HALF)
@@ -448,19 +471,32 @@ def _attend_windows(
 
 
 @triton.jit
-def _share_of(split, num_splits, work, tilt):
-    """Where the split's share of the work begins. Shares shrink linearly: programs that start later get less of an SM.
+def _share_of(split, num_splits, work, tilt, layer):
+    """Where the split's share of the work begins.
 
+    Programs start in the order of splits, and a scheduler serves first what came first. So `layer` splits, in 256ths, which fill
+    all schedulers once, have equal shares, and every further layer smaller ones: linearly from 1 + tilt to 1 - tilt of the mean.
     In integers, and `tilt` in 256ths: what ends one share must be what begins the next, in another program too.
     """
-    part = work.to(tl.int64) * split * (256 * num_splits + tilt * (num_splits - split))
-    return (part // (num_splits.to(tl.int64) * num_splits * 256)).to(tl.int32)
+    layers = (256 * num_splits + layer - 1) // layer
+    part = _weight_until(split, layers, tilt, layer)
+    return (work.to(tl.int64) * part // _weight_until(num_splits, layers, tilt, layer)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tilt", "num_heads", "sink", "ring", "table_stride_b"])
+@triton.jit
+def _weight_until(split, layers, tilt, layer):
+    """Sum of the weights of splits before this one: times 256 for a split, `layers` - 1 for what a layer's step is."""
+    full = 256 * split // layer
+    rest = 256 * split - full * layer
+    mean = 256 * tl.maximum(layers - 1, 1)
+    before = layer.to(tl.int64) * full * (mean + tilt * (layers - full))
+    return before + rest.to(tl.int64) * (mean + tilt * (layers - 1 - 2 * full))
+
+
+@triton.jit(do_not_specialize=["tilt", "layer", "window_cost", "num_heads", "sink", "ring", "table_stride_b"])
 def _split_kernel(
     q_ptr, pages_ptr, table_ptr, num_pages_ptr, num_tokens_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-    partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, tilt, num_heads, sink, ring,
+    partial_ptr, stats_ptr, arrived_ptr, out_ptr, lse_ptr, scaling, tilt, layer, window_cost, num_heads, sink, ring,
     q_stride_b, q_stride_h, page_stride_p, page_stride_k, table_stride_b,
     sink_k_stride_b, sink_k_stride_k, sink_k_stride_t, sink_v_stride_b, sink_v_stride_k, sink_v_stride_t,
     recent_k_stride_b, recent_k_stride_k, recent_k_stride_t, recent_v_stride_b, recent_v_stride_k, recent_v_stride_t,
@@ -468,12 +504,12 @@ def _split_kernel(
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, K_NORM: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TABLE: tl.constexpr,
-    WINDOW_TILE: tl.constexpr, WINDOW_COST: tl.constexpr, PAGE_COST: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr, WAIT: tl.constexpr,
+    WINDOW_TILE: tl.constexpr, PAGE_COST: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none.
 
-    With MERGE (at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
+    The cost of a tile of a window, `window_cost`, is in what 16 tokens of a page take. With MERGE (at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
     start before the one before it has ended: until then it reads numbers of pages and tokens, and tables.
     """
     if EARLY:
@@ -491,12 +527,13 @@ def _split_kernel(
     num_sink = tl.minimum(num_tokens, sink)
     num_recent = tl.maximum(num_tokens - num_sink - num_pages * PAGE, 0)
     tiles = (num_sink + WINDOW_TILE - 1) // WINDOW_TILE + (num_recent + WINDOW_TILE - 1) // WINDOW_TILE
-    first = _share_of(split, num_splits, tiles * WINDOW_COST + num_pages * PAGE_COST, tilt)
-    end = _share_of(split + 1, num_splits, tiles * WINDOW_COST + num_pages * PAGE_COST, tilt)
-    first_tile = tl.minimum((first + WINDOW_COST - 1) // WINDOW_COST, tiles)
-    end_tile = tl.minimum((end + WINDOW_COST - 1) // WINDOW_COST, tiles)
-    first_page = (tl.maximum(first - tiles * WINDOW_COST, 0) + PAGE_COST - 1) // PAGE_COST
-    end_page = (tl.maximum(end - tiles * WINDOW_COST, 0) + PAGE_COST - 1) // PAGE_COST
+    tiles_cost = tiles * window_cost
+    first = _share_of(split, num_splits, tiles_cost + num_pages * PAGE_COST, tilt, layer)
+    end = _share_of(split + 1, num_splits, tiles_cost + num_pages * PAGE_COST, tilt, layer)
+    first_tile = tl.minimum((first + window_cost - 1) // window_cost, tiles)
+    end_tile = tl.minimum((end + window_cost - 1) // window_cost, tiles)
+    first_page = (tl.maximum(first - tiles_cost, 0) + PAGE_COST - 1) // PAGE_COST
+    end_page = (tl.maximum(end - tiles_cost, 0) + PAGE_COST - 1) // PAGE_COST
     if first_tile < end_tile:
         if WAIT:
             gdc_wait()
@@ -516,7 +553,7 @@ def _split_kernel(
             q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, part_ptr, part_stats_ptr,
             first_page, end_page, tl.where(first_tile < end_tile, G, 0), page_stride_p, scaling,
             G, PG, D, K_BITS, K_GROUP, K_CHANNEL, K_NORM, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TILE, TABLE, STAGES,
-            WAIT,
+            AHEAD, WAIT,
         )  # fmt: skip
     if MERGE:
         tl.debug_barrier()  # every thread's part is written before the arrival is announced
@@ -579,7 +616,8 @@ def attend(
         arrived = _shared_arrivals(batch, num_heads, q_BHD.device)
     _split_kernel[(batch * num_heads, splits)](
         q_BHD, layer.pages_PKX, layer.table_BN, layer.num_pages_B, layer.num_tokens_B, *windows, partial, stats,
-        arrived, out_BHD, lse_BH, scaling * _LOG2_E, round(256 * config.tilt), num_heads,
+        arrived, out_BHD, lse_BH, scaling * _LOG2_E, round(256 * config.tilt), layer_of(batch * num_heads, q_BHD.device),
+        config.window_tile // 16 * config.window_cost, num_heads,
         layer.sink_k_BKSD.shape[2], layer.recent_k_BKWD.shape[2],
         *q_BHD.stride()[:2], *layer.pages_PKX.stride()[:2], layer.table_BN.stride(0),
         *(stride for x in windows for stride in x.stride()[:3]),
@@ -590,8 +628,7 @@ def attend(
         V_BITS=value.bits, V_GROUP=value.group_size, V_CHUNK=max(16, triton.next_power_of_2(value.row_bytes)),
         PAGE=layer.fmt.tokens, TILE=config.page_tile, WIDTH=max(16, triton.next_power_of_2(head_dim)),
         TABLE=config.table_block, WINDOW_TILE=config.window_tile,
-        WINDOW_COST=config.window_tile // 16 * (4 if groups <= 4 else 6),  # measured, in what 16 tokens of a page take
-        PAGE_COST=layer.fmt.tokens // 16, STAGES=config.num_stages, EARLY=early, MERGE=merge, WAIT=wait, num_warps=1,
+        PAGE_COST=layer.fmt.tokens // 16, STAGES=config.num_stages, AHEAD=int(config.ahead), EARLY=early, MERGE=merge, WAIT=wait, num_warps=1,
         maxnreg=config.max_registers, launch_pdl=wait,
     )  # fmt: skip
     if not merge:
