@@ -251,17 +251,13 @@ def _attend_pages(
             part = 0 if PAGES > 1 else (step - index * STEPS) * T
             token_T = part + t % PAGE
             meta_place_T = place_T // 4 + token_T
-            k_place_T = place_T + (part + r % PAGE) * K_BYTES
             if HEADS_FIRST:
-                k_bytes_TC = tl.load(
-                    pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0
-                )
-            else:
-                k_place_T = place_T + (part + t.reshape(T // 16, 4, 4).permute(0, 2, 1).reshape(T) % PAGE) * K_BYTES
-                k_bytes_TC = tl.load(
-                    pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0
-                )
-                k_bytes_TC = k_bytes_TC.reshape(T // 32, 2, 4, 4, K_CHUNK).permute(0, 2, 1, 3, 4).reshape(T, K_CHUNK)
+                k_place_T = place_T + (part + r % PAGE) * K_BYTES
+                k_bytes_TC = tl.load(pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0)
+            else:  # rows change places on the way into registers: loads take whole lines
+                k_place_T = place_T + (part + t % PAGE) * K_BYTES
+                k_bytes_TC = tl.load(pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0)
+                k_bytes_TC = k_bytes_TC.reshape(T // 32, 8, 4, K_CHUNK).permute(0, 2, 1, 3).reshape(T, K_CHUNK)
             if AHEAD:
                 step = tl.maximum(turn - 1, 0)
                 v_index = step // STEPS * PAGES
