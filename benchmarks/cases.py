@@ -93,17 +93,20 @@ def scheme_of(name: str) -> Scheme:
 
 
 def random_layers(scheme: Scheme, plan: LayerPlan, case: Case) -> tuple[list[LayerCache], int]:
-    """Layers with buffers of their own, pages scattered over each pool, and the bytes that attention reads of one."""
+    """Layers with keys and values of their own, pages scattered over each pool, and the bytes that attention reads of one.
+
+    Page tables and lengths are the layers' together, as in a model. Windows hold what the scheme says, and the rest of a page.
+    """
     geometry = geometry_of(scheme, case.shape)
-    pages = geometry.full_pages(case.context)
+    pages = max(0, (case.context - geometry.sink - geometry.recent) // geometry.block)
     tokens = case.context - pages * geometry.block
     nbytes = case.batch * case.kv_heads * (pages * geometry.page_bytes + 4 * case.head_dim * tokens)
+    table = torch.randperm(case.batch * pages + 1, device=DEVICE)[: case.batch * pages].int().view(case.batch, pages)
+    counts = [torch.full((case.batch,), n, dtype=torch.int32, device=DEVICE) for n in (pages, case.context)]
     layers = []
     for _ in range(gpu.copies(nbytes)):
         pool = torch.empty(case.batch * pages + 1, case.kv_heads, geometry.page_bytes, dtype=torch.uint8, device=DEVICE)
         fill_pages(pool, plan.storage)
-        table = torch.randperm(len(pool), device=DEVICE)[: case.batch * pages].int().view(case.batch, pages)
-        counts = (torch.full((case.batch,), n, dtype=torch.int32, device=DEVICE) for n in (pages, case.context))
         windows = (rows(case.batch, case.kv_heads, n, case.head_dim) for n in (geometry.sink, geometry.ring))
         sinks, rings = ((x, torch.randn_like(x)) for x in windows)
         layers.append(LayerCache(plan.storage.fmt, pool, table, *counts, *sinks, *rings, plan.storage.tables))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tune --out FILE [--configs FILE] [--shapes A,B,C,D,E]
 
-For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs, and the
-best three with every tilt, and the best of all with other costs of windows. Times are of `attend` alone: graph replay over caches that L2 does not hold. All kernels are compiled
-first, one process per core.
+For every shape and format: tokens of a step, stages of the pipeline and registers, each with every number of programs, the
+best three with every tilt, and the best of all with other costs of windows. Times are of `attend` alone: graph replay over
+caches that L2 does not hold. All kernels are compiled first, one process per core.
 `--configs` records the best of each in `kvcompile/kernels/decode_configs.json`.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.gpu import decode_errors, microseconds, num_sms
 from kvcompile.codec import LayerCache, PageFormat, RowFormat
-from kvcompile.kernels.triton_decode import MERGED_HERE, DecodeConfig, attend
+from kvcompile.kernels.triton_decode import DecodeConfig, attend, merges_here
 
 SINK, RECENT, RING = 64, 256, 320
 SHAPES = {  # batch, context, query heads, KV heads, head_dim
@@ -39,16 +39,13 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
     "H": (18, 100352, 32, 8, 128),
 }
 L2_BYTES = 60 << 20
-VARIANTS = tuple(  # page_tile, num_stages, max_registers, ahead
-    (*variant, ahead)
-    for variant in (*itertools.product((64,), (2, 3), (112, 128, 168)), (64, 3, 208), (128, 2, 255), (128, 3, 255))
-    for ahead in (False, True)
+VARIANTS = (  # page_tile, num_stages, max_registers
+    *itertools.product((64,), (2, 3), (112, 128, 168)),
+    (64, 3, 208),
+    (128, 2, 255),
+    (128, 3, 255),
 )
-FEW_VARIANTS = tuple(  # of formats other than int2
-    (*variant, ahead)
-    for variant in ((64, 2, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))
-    for ahead in (False, True)
-)
+FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
 PROGRAMS = (5.8, 7.75, 9.65, 11.6, 13.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
 TILTS = (0.02, 0.04, 0.07, 0.1, 0.14, 0.2)
 WINDOW_COSTS = (3, 5, 6)
@@ -72,7 +69,9 @@ def formats(head_dim: int) -> dict[str, PageFormat]:
 def random_cache(fmt: PageFormat, batch: int, context: int, num_heads: int, copies: int) -> list[LayerCache]:
     """Caches of `context` tokens a row with random codes and sane metadata, pages scattered over one pool each."""
     ring = -(-(RECENT + fmt.tokens) // fmt.tokens) * fmt.tokens
-    pages = max(0, -(-(context - SINK - RECENT) // fmt.tokens) - 1)
+    pages = max(0, (context - SINK - RECENT) // fmt.tokens)
+    table = torch.randperm(batch * pages + 1, device="cuda")[: batch * pages].int().view(batch, pages)
+    lengths = torch.full((batch,), pages, device="cuda").int(), torch.full((batch,), context, device="cuda").int()
     caches = []
     for _ in range(copies):
         pool = torch.randint(0, 256, (batch * pages + 1, num_heads, fmt.page_bytes), dtype=torch.uint8, device="cuda")
@@ -85,12 +84,10 @@ def random_cache(fmt: PageFormat, batch: int, context: int, num_heads: int, copi
         if size:
             norm = torch.rand(*pool.shape[:2], size // 2, device="cuda").bfloat16() + 0.5
             pool[..., offset : offset + size] = norm.view(torch.uint8)
-        table = torch.randperm(batch * pages + 1, device="cuda")[: batch * pages].int().view(batch, pages)
         windows = [
             torch.randn(batch, num_heads, n, fmt.head_dim, device="cuda", dtype=torch.bfloat16)
             for n in (SINK, SINK, ring, ring)
         ]
-        lengths = torch.full((batch,), pages, device="cuda").int(), torch.full((batch,), context, device="cuda").int()
         caches.append(LayerCache(fmt, pool, table, *lengths, *windows))
     return caches
 
@@ -119,8 +116,8 @@ def configs(shape: str, format_name: str) -> list[DecodeConfig]:
     splits = sorted({max(1, round(programs * num_sms() / rows)) for programs in PROGRAMS})
     variants = VARIANTS if format_name == "int2" else FEW_VARIANTS
     return [
-        DecodeConfig(count, page_tile=tile, num_stages=stages, max_registers=registers, ahead=ahead)
-        for count, (tile, stages, registers, ahead) in itertools.product(splits, variants)
+        DecodeConfig(count, page_tile=tile, num_stages=stages, max_registers=registers)
+        for count, (tile, stages, registers) in itertools.product(splits, variants)
     ]
 
 
@@ -128,8 +125,13 @@ def compile_all(shapes: list[str], format_names: list[str]) -> None:
     """Every variant that tuning will ask for, by one process per core: compiled kernels are kept on disk."""
     jobs = {}
     for shape, name in itertools.product(shapes, format_names):
+        groups = SHAPES[shape][2] // SHAPES[shape][3]
         for config in configs(shape, name):
-            jobs[SHAPES[shape][2:], name, replace(config, splits=0), config.splits > MERGED_HERE] = shape, name, config
+            jobs[SHAPES[shape][2:], name, replace(config, splits=0), merges_here(config.splits, groups)] = (
+                shape,
+                name,
+                config,
+            )
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         for _ in pool.map(_compile, jobs.values()):
             pass
@@ -201,7 +203,6 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
         "page_tile": config.page_tile,
         "num_stages": config.num_stages,
         "max_registers": config.max_registers,
-        "ahead": config.ahead,
         "window_cost": config.window_cost,
         "tilt": config.tilt,
     }

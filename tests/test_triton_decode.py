@@ -149,8 +149,8 @@ SMALL = PageFormat(RowFormat(32, 2, 32, 0.96), RowFormat(32, 2, 32, 0.92))
         DecodeConfig(41, page_tile=32),
         DecodeConfig(5, page_tile=128, tilt=0.9),
         DecodeConfig(3, page_tile=256, table_block=4),
-        DecodeConfig(3, page_tile=128, table_block=4, ahead=True),
-        DecodeConfig(9, page_tile=32, window_cost=5, ahead=True),
+        DecodeConfig(3, page_tile=128, table_block=1, window_cost=3),
+        DecodeConfig(9, page_tile=32, window_cost=5),
     ],
 )
 def test_any_division_of_the_work(config):

@@ -32,7 +32,6 @@ class DecodeConfig:
     window_tile: int = 16  # tokens of a window per step; its buffers must not outgrow those of the pages
     num_stages: int = 3
     max_registers: int | None = None
-    ahead: bool = False  # logits of the next step are computed beside the sums of this one, which costs a step more
     window_cost: int = 4  # of 16 tokens of a window, in what 16 tokens of pages take
     tilt: float = 0.0  # programs that start first get 1 + tilt of the mean share, the last 1 - tilt
 
@@ -52,7 +51,6 @@ def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device:
         page_tile=best.get("page_tile", DecodeConfig.page_tile),
         num_stages=best.get("num_stages", DecodeConfig.num_stages),
         max_registers=best["max_registers"],
-        ahead=best.get("ahead", DecodeConfig.ahead),
         window_cost=best.get("window_cost", DecodeConfig.window_cost),
         tilt=best.get("tilt", DecodeConfig.tilt),
     )

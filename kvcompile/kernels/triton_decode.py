@@ -41,25 +41,30 @@ from kvcompile.kernels.triton_operands import (
     bf16_pairs,
     code_weight,
     codes,
+    codes_in_place,
     dealt_pairs,
     fixed_pairs,
     half_code_weight,
     half_codes,
     halves,
     in_order,
-    join_fixed,
-    join_rows,
     loop_end,
     pair_rows,
+    place_offset,
+    place_weight,
+    split_columns,
+    split_rows,
 )
 
 _LOG2_E = 1.4426950408889634
 _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
+_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23
 _LARGEST_HALF = tl.constexpr(16384.0)
 V_HALF_FROM = tl.constexpr(16)
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
-MERGED_HERE = 32  # most splits of a row that its last program merges; a power of two
+_MERGED_HERE = 32  # most splits of a row that its last program merges, a power of two
+_HEADS_MERGED_HERE = 64  # the same times padded query heads: it has a warp alone
 
 
 def default_config(batch: int, layer: LayerCache, groups: int) -> DecodeConfig:
@@ -72,6 +77,14 @@ def default_config(batch: int, layer: LayerCache, groups: int) -> DecodeConfig:
 def _meet(i: tl.constexpr, group: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr):
     """Whether chunk i holds channels of the group."""
     return i * BYTES < (group + 1) * GROUP and group * GROUP < (i + 1) * BYTES
+
+
+@triton.jit
+def _added(acc_CG, o_CG, i: tl.constexpr, group: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, c):
+    """The sum where chunk i holds channels of the group."""
+    if GROUP % BYTES != 0:
+        o_CG = tl.where(((i * BYTES + c) // GROUP == group)[:, None], o_CG, 0.0)
+    return acc_CG + o_CG
 
 
 @triton.jit
@@ -129,20 +142,22 @@ def _dot(codes_MN, pairs, sums, HEADS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _zeros(M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+def _start(M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """Sums of `_dot` before there are any: the bits of 1.5 * 2^23, to which a small integer adds itself as a float."""
     if HEADS_FIRST:
-        return tl.zeros([2 * PG, M], tl.int32)
+        return tl.full([2 * PG, M], 0x4B400000, tl.int32)
     else:
-        return tl.zeros([M, 2 * PG], tl.int32)
+        return tl.full([M, 2 * PG], 0x4B400000, tl.int32)
 
 
 @triton.jit
-def _joined(dots, M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
-    """Sums of `_dot` as float32 ``[M, PG]``."""
+def _sums(dots, M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """The high sums of `_dot`, and the low ones plus 1.5 * 2^23 (one subtraction less), as float32 ``[M, PG]``."""
     if HEADS_FIRST:
-        return join_rows(dots, M, PG)
+        high, low = split_rows(dots, M, PG)
     else:
-        return join_fixed(dots, M, PG)
+        high, low = split_columns(dots, M, PG)
+    return high.to(tl.float32, bitcast=True) - _INTEGER, low.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -164,7 +179,7 @@ def _attend_pages(
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, K_NORM: tl.constexpr, K_CHUNK: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, WAIT: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Attention over table columns `first_page` to `end_page` of one row and KV head.
 
@@ -230,22 +245,22 @@ def _attend_pages(
     v_unit_G = tl.full([PG], _SMALLEST, tl.float32)
     accs = ()
     for i in tl.static_range(V_PARTS):
-        weight = half_code_weight(i, V_BITS) / _SMALLEST if V_HALF else code_weight(i, V_BITS)
+        weight = half_code_weight(i, V_BITS) / _SMALLEST if V_HALF else place_weight(i, V_BITS)
         live_CG = (vc < V_BYTES)[:, None] & (g < resumed)[None, :]
         place_CG = g[None, :] * D + (i * V_BYTES + vc)[:, None]
         accs = accs + (tl.load(out_ptr + place_CG, mask=live_CG, other=0.0) * weight,)
     l_SG = tl.zeros([_SHARES, PG], tl.float32) + (l_G / _SHARES)[None, :]
     offsets = ()
+    p_sums = ()
     for _group in tl.static_range(D // V_GROUP):
         offsets = offsets + (tl.zeros([_SHARES, PG], tl.float32),)
+        if not V_HALF:
+            p_sums = p_sums + (tl.zeros([_SHARES, PG], tl.float32),)
 
     for block in tl.range(0, loop_end((end_page - first_page + TABLE - 1) // TABLE)):
         first = first_page + block * TABLE
         count = tl.minimum(end_page - first, TABLE)
-        steps = (count + PAGES - 1) // PAGES * STEPS
-        waiting_TG = tl.full([T, PG], float("-inf"), tl.float32)
-        for turn in tl.range(0, loop_end(steps + AHEAD), num_stages=STAGES):
-            step = tl.minimum(turn, steps - 1) if AHEAD else turn
+        for step in tl.range(0, loop_end((count + PAGES - 1) // PAGES * STEPS), num_stages=STAGES):
             index = step // STEPS * PAGES
             place_T = _places(t // PAGE, ids_N, n, index, count, page_stride_p, PAGES)
             part = 0 if PAGES > 1 else (step - index * STEPS) * T
@@ -253,22 +268,18 @@ def _attend_pages(
             meta_place_T = place_T // 4 + token_T
             if HEADS_FIRST:
                 k_place_T = place_T + (part + r % PAGE) * K_BYTES
-                k_bytes_TC = tl.load(pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0)
+                k_bytes_TC = tl.load(
+                    pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0
+                )
             else:  # rows change places on the way into registers: loads take whole lines
                 k_place_T = place_T + (part + t % PAGE) * K_BYTES
-                k_bytes_TC = tl.load(pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0)
+                k_bytes_TC = tl.load(
+                    pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0
+                )
                 k_bytes_TC = k_bytes_TC.reshape(T // 32, 8, 4, K_CHUNK).permute(0, 2, 1, 3).reshape(T, K_CHUNK)
-            if AHEAD:
-                step = tl.maximum(turn - 1, 0)
-                v_index = step // STEPS * PAGES
-                v_part = 0 if PAGES > 1 else (step - v_index * STEPS) * T
-                v_place_T = _places(t // PAGE, ids_N, n, v_index, count, page_stride_p, PAGES)
-                v_meta_place_T = v_place_T // 4 + v_part + t % PAGE
-            else:
-                v_index, v_part, v_meta_place_T = index, part, meta_place_T
             # Bytes of values: of one token as int8, of two as int16.
-            place_U = _places(u // V_RUN, ids_N, n, v_index, count, page_stride_p, PAGES)
-            byte_U = (place_U + V_CODES + v_part) // (PAGE // V_RUN) + u % V_RUN
+            place_U = _places(u // V_RUN, ids_N, n, index, count, page_stride_p, PAGES)
+            byte_U = (place_U + V_CODES + part) // (PAGE // V_RUN) + u % V_RUN
             v_ptr = pages_ptr.to(tl.pointer_type(tl.int16)) if V_HALF else pages_ptr
             if HEADS_FIRST:
                 v_bytes_CU = tl.load(
@@ -291,17 +302,18 @@ def _attend_pages(
                     zero_G += tl.sum(qs_CG * _zero_of(meta_C)[:, None], axis=0)
                     qs_parts = qs_parts + (qs_CG,)
                 qs_unit_G = _largest(qs_parts, PG) / _FIXED
-                dots_TR = _zeros(T, PG, HEADS_FIRST)
+                dots_TR = _start(T, PG, HEADS_FIRST)
                 for i in tl.static_range(K_PARTS):
                     inverse_G = 1.0 / (qs_unit_G * code_weight(i, K_BITS))
                     pairs_CR = _pairs(qs_parts[i], inverse_G[None, :], K_CHUNK, PG, HEADS_FIRST)
                     dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
-                dots_TG = _joined(dots_TR, T, PG, HEADS_FIRST)
-                logits_TG = dots_TG * qs_unit_G[None, :] - zero_G[None, :]
+                high_TG, low_TG = _sums(dots_TR, T, PG, HEADS_FIRST)
+                zero_G += qs_unit_G * _INTEGER
+                logits_TG = (high_TG * 256.0 + low_TG) * qs_unit_G[None, :] - zero_G[None, :]
             else:
                 for group in tl.static_range(K_GROUPS):
                     meta_T = _dealt(tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T), T, PG)
-                    dots_TR = _zeros(T, PG, HEADS_FIRST)
+                    dots_TR = _start(T, PG, HEADS_FIRST)
                     for i in tl.static_range(K_PARTS):
                         if _meet(i, group, K_BYTES, K_GROUP):
                             pairs_CR = q_pairs[i]
@@ -311,7 +323,9 @@ def _attend_pages(
                                     member_C[None, :] if HEADS_FIRST else member_C[:, None], pairs_CR, 0
                                 ).to(tl.int8)
                             dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
-                    part_TG = _joined(dots_TR, T, PG, HEADS_FIRST) - _zero_of(meta_T)[:, None] * q_sums[group][None, :]
+                    high_TG, low_TG = _sums(dots_TR, T, PG, HEADS_FIRST)
+                    zero_TG = _zero_of(meta_T)[:, None] * q_sums[group][None, :] + _INTEGER
+                    part_TG = (high_TG * 256.0 + low_TG) - zero_TG
                     if K_GROUPS == 1:
                         logits_TG = part_TG * _scale_of(meta_T)[:, None]
                     else:
@@ -322,18 +336,16 @@ def _attend_pages(
             if PAGES > 1:
                 logits_TG = tl.where((index + r // PAGE < count)[:, None], logits_TG, float("-inf"))
 
-            if AHEAD:
-                logits_TG, waiting_TG = waiting_TG, logits_TG
             new_m_G = tl.maximum(m_G, tl.max(logits_TG, axis=0))
             p_TG = tl.exp2(logits_TG * unit_G[None, :] - (new_m_G * unit_G)[None, :])
             old_G = tl.exp2((m_G - new_m_G) * unit_G)
             l_SG = l_SG * old_G[None, :] + _shares(p_TG, T, PG)
             m_G = new_m_G
 
-            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + v_meta_place_T), T, PG),)
+            metas = (_dealt(tl.load(meta_ptr + V_META // 4 + meta_place_T), T, PG),)
             largest_T = _scale_of(metas[0])
             for group in tl.static_range(1, D // V_GROUP):
-                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + v_meta_place_T), T, PG),)
+                metas = metas + (_dealt(tl.load(meta_ptr + V_META // 4 + group * PAGE + meta_place_T), T, PG),)
                 largest_T = tl.maximum(largest_T, _scale_of(metas[group]))
             if V_HALF:  # float16 has room for small weights: one unit for all tiles
                 new_v_unit_G = tl.maximum(v_unit_G, tl.max(largest_T, axis=0) / _LARGEST_HALF)
@@ -348,6 +360,7 @@ def _attend_pages(
             p_inverse_G = 1.0 / p_unit_G
             weights = ()
             new_offsets = ()
+            new_p_sums = ()
             for group in tl.static_range(D // V_GROUP):
                 ps_TG = p_TG * (_scale_of(metas[group]) * s_inverse)[:, None]
                 if V_HALF:  # rounding takes as much from zero points as from codes
@@ -360,7 +373,10 @@ def _attend_pages(
                     weights = weights + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
                 offset_SG = _shares(ps_TG * _zero_of(metas[group])[:, None], T, PG)
                 new_offsets = new_offsets + (offsets[group] * v_old_G[None, :] + offset_SG,)
+                if not V_HALF:
+                    new_p_sums = new_p_sums + (p_sums[group] * v_old_G[None, :] + _shares(ps_TG, T, PG),)
             offsets = new_offsets
+            p_sums = new_p_sums
             new_accs = ()
             for i in tl.static_range(V_PARTS):
                 acc_CG = accs[i] * v_old_G[None, :]
@@ -368,29 +384,34 @@ def _attend_pages(
                     even_CU = half_codes(v_bytes_CU, i, V_BITS, False)
                     odd_CU = half_codes(v_bytes_CU, i, V_BITS, True)
                 else:
-                    codes_CT = codes(v_bytes_CU, i, V_BITS)
+                    codes_CT = codes_in_place(v_bytes_CU, i, V_BITS)
+                    acc_CG -= (p_unit_G * _INTEGER)[None, :]
                 for group in tl.static_range(D // V_GROUP):
                     if _meet(i, group, V_BYTES, V_GROUP):
                         if V_HALF:  # tiles are summed outside: tensor cores truncate
                             o_CG = tl.trans(tl.dot(weights[group][1], odd_CU, tl.dot(weights[group][0], even_CU)))
                         else:
-                            o_CR = _dot(codes_CT, weights[group], _zeros(V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST)
-                            o_CG = _joined(o_CR, V_CHUNK, PG, HEADS_FIRST) * p_unit_G[None, :]
-                        if V_GROUP % V_BYTES != 0:
-                            member_C = (i * V_BYTES + vc) // V_GROUP == group
-                            o_CG = tl.where(member_C[:, None], o_CG, 0.0)
-                        acc_CG += o_CG
+                            dots_CR = _dot(codes_CT, weights[group], _start(V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST)
+                            high_CG, low_CG = _sums(dots_CR, V_CHUNK, PG, HEADS_FIRST)
+                            acc_CG = _added(
+                                acc_CG, high_CG * (p_unit_G * 256.0)[None, :], i, group, V_BYTES, V_GROUP, vc
+                            )
+                            o_CG = low_CG * p_unit_G[None, :]
+                        acc_CG = _added(acc_CG, o_CG, i, group, V_BYTES, V_GROUP, vc)
                 new_accs = new_accs + (acc_CG,)
             accs = new_accs
         following = first + TABLE + n
         ids_N = tl.load(table_ptr + following, mask=following < end_page, other=0)
 
     for i in tl.static_range(V_PARTS):
-        acc_CG = accs[i] * (1.0 / (half_code_weight(i, V_BITS) if V_HALF else code_weight(i, V_BITS)))
+        acc_CG = accs[i] * (1.0 / (half_code_weight(i, V_BITS) if V_HALF else place_weight(i, V_BITS)))
         for group in tl.static_range(D // V_GROUP):
             if _meet(i, group, V_BYTES, V_GROUP):
                 member_C = (i * V_BYTES + vc) // V_GROUP == group
-                acc_CG -= tl.where(member_C[:, None], tl.sum(offsets[group], axis=0)[None, :], 0.0)
+                offset_G = tl.sum(offsets[group], axis=0)
+                if not V_HALF:
+                    offset_G -= tl.sum(p_sums[group], axis=0) * (place_offset(i, V_BITS) / place_weight(i, V_BITS))
+                acc_CG -= tl.where(member_C[:, None], offset_G[None, :], 0.0)
         if V_HALF:
             acc_CG *= v_unit_G[None, :]
         place_CG = g[None, :] * D + (i * V_BYTES + vc)[:, None]
@@ -501,12 +522,13 @@ def _split_kernel(
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_CHUNK: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TABLE: tl.constexpr,
     WINDOW_TILE: tl.constexpr, PAGE_COST: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr, WAIT: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, MERGE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch row and KV head, split): writes acc, m and l of its tokens, m = -inf where it has none.
 
-    The cost of a tile of a window, `window_cost`, is in what 16 tokens of a page take. With MERGE (at least the splits) the last of a row and KV head merges them all. With WAIT the kernel may
-    start before the one before it has ended: until then it reads numbers of pages and tokens, and tables.
+    The cost of a tile of a window, `window_cost`, is in what 16 tokens of a page take. With MERGE (at least the splits) the
+    last of a row and KV head merges them all. With WAIT the kernel may start before the one before it has ended: until then it
+    reads numbers of pages and tokens, and tables.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -549,7 +571,7 @@ def _split_kernel(
             q_ptr, q_stride_h, pages_ptr + head * page_stride_k, table_ptr + row * table_stride_b, part_ptr, part_stats_ptr,
             first_page, end_page, tl.where(first_tile < end_tile, G, 0), page_stride_p, scaling,
             G, PG, D, K_BITS, K_GROUP, K_CHANNEL, K_NORM, K_CHUNK, V_BITS, V_GROUP, V_CHUNK, PAGE, TILE, TABLE, STAGES,
-            AHEAD, WAIT,
+            WAIT,
         )  # fmt: skip
     if MERGE:
         tl.debug_barrier()  # every thread's part is written before the arrival is announced
@@ -561,6 +583,11 @@ def _split_kernel(
                 partial_ptr + place * D, stats_ptr + place * 2, out_ptr + tl.program_id(0).to(tl.int64) * G * D,
                 lse_ptr + tl.program_id(0).to(tl.int64) * G, num_splits, G, PG, D, WIDTH, MERGE,
             )  # fmt: skip
+
+
+def merges_here(splits: int, groups: int) -> bool:
+    """Whether a row's last program merges its splits, rather than a launch of its own."""
+    return splits <= min(_MERGED_HERE, _HEADS_MERGED_HERE // padded_heads(groups))
 
 
 def supports(fmt: PageFormat) -> bool:
@@ -605,7 +632,7 @@ def attend(
     lse_BH = torch.empty(q_BHD.shape[:2], dtype=torch.float32, device=q_BHD.device)
     if not batch:
         return out_BHD, lse_BH
-    merge = MERGED_HERE if splits <= MERGED_HERE else 0
+    merge = _MERGED_HERE if merges_here(splits, groups) else 0
     early = not merge and starts_early(q_BHD.device)
     wait = lengths_at_rest and starts_early(q_BHD.device)
     if arrived is None:
@@ -624,7 +651,7 @@ def attend(
         V_BITS=value.bits, V_GROUP=value.group_size, V_CHUNK=max(16, triton.next_power_of_2(value.row_bytes)),
         PAGE=layer.fmt.tokens, TILE=config.page_tile, WIDTH=max(16, triton.next_power_of_2(head_dim)),
         TABLE=config.table_block, WINDOW_TILE=config.window_tile,
-        PAGE_COST=layer.fmt.tokens // 16, STAGES=config.num_stages, AHEAD=int(config.ahead), EARLY=early, MERGE=merge, WAIT=wait, num_warps=1,
+        PAGE_COST=layer.fmt.tokens // 16, STAGES=config.num_stages, EARLY=early, MERGE=merge, WAIT=wait, num_warps=1,
         maxnreg=config.max_registers, launch_pdl=wait,
     )  # fmt: skip
     if not merge:

@@ -34,7 +34,7 @@ def merge_here(
     acc_GD = tl.zeros([PG, WIDTH], tl.float32)
     live_GD = (g < G)[:, None] & (d < D)[None, :]
     S: tl.constexpr = 16 // PG if PG <= 16 else 1  # splits at a time: their loads are under way together
-    for first in tl.range(0, loop_end(num_splits), S, num_stages=3):
+    for first in tl.range(0, loop_end(num_splits), S, num_stages=1):
         s = first + tl.arange(0, S)
         place_SG = s[:, None] * G + g[None, :]
         live_SG = (s < num_splits)[:, None] & (g < G)[None, :]
