@@ -59,7 +59,8 @@ from kvcompile.kernels.triton_operands import (
 _LOG2_E = 1.4426950408889634
 _SMALLEST = tl.constexpr(1e-30)
 _FIXED = tl.constexpr(32512.0)
-_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23
+_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small integer that is added to its bits is added to it
+_INTEGER_BITS = tl.constexpr(0x4B400000)
 _LARGEST_HALF = tl.constexpr(16384.0)
 V_HALF_FROM = tl.constexpr(16)
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
@@ -157,22 +158,21 @@ def _dot(codes_MN, pairs, sums, HEADS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _start(M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
-    """Sums of `_dot` before there are any: the bits of 1.5 * 2^23, to which a small integer adds itself as a float."""
+def _start(start: tl.constexpr, M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """What `_dot` begins with."""
     if HEADS_FIRST:
-        return tl.full([2 * PG, M], 0x4B400000, tl.int32)
+        return tl.full([2 * PG, M], start, tl.int32)
     else:
-        return tl.full([M, 2 * PG], 0x4B400000, tl.int32)
+        return tl.full([M, 2 * PG], start, tl.int32)
 
 
 @triton.jit
-def _sums(dots, M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
-    """The high sums of `_dot`, and the low ones plus 1.5 * 2^23 (one subtraction less), as float32 ``[M, PG]``."""
+def _split(dots, M: tl.constexpr, PG: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """The sums of `_dot` with the high bytes and those with the low ones, ``[M, PG]``."""
     if HEADS_FIRST:
-        high, low = split_rows(dots, M, PG)
+        return split_rows(dots, M, PG)
     else:
-        high, low = split_columns(dots, M, PG)
-    return high.to(tl.float32, bitcast=True) - _INTEGER, low.to(tl.float32, bitcast=True)
+        return split_columns(dots, M, PG)
 
 
 @triton.jit
@@ -316,18 +316,17 @@ def _attend_pages(
                     zero_G += tl.sum(qs_CG * _zero_of(meta_C)[:, None], axis=0)
                     qs_parts = qs_parts + (qs_CG,)
                 qs_unit_G = _largest(qs_parts, PG) / _FIXED
-                dots_TR = _start(T, PG, HEADS_FIRST)
+                dots_TR = _start(0, T, PG, HEADS_FIRST)
                 for i in tl.static_range(K_PARTS):
                     inverse_G = 1.0 / (qs_unit_G * code_weight(i, K_BITS))
                     pairs_CR = _pairs(qs_parts[i], inverse_G[None, :], K_CHUNK, PG, HEADS_FIRST)
                     dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
-                high_TG, low_TG = _sums(dots_TR, T, PG, HEADS_FIRST)
-                zero_G += qs_unit_G * _INTEGER
-                logits_TG = (high_TG * 256.0 + low_TG) * qs_unit_G[None, :] - zero_G[None, :]
+                high_TG, low_TG = _split(dots_TR, T, PG, HEADS_FIRST)
+                logits_TG = (high_TG * 256 + low_TG).to(tl.float32) * qs_unit_G[None, :] - zero_G[None, :]
             else:
                 for group in tl.static_range(K_GROUPS):
                     meta_T = _dealt(tl.load(meta_ptr + K_META // 4 + group * PAGE + meta_place_T), T, PG)
-                    dots_TR = _start(T, PG, HEADS_FIRST)
+                    dots_TR = _start(0, T, PG, HEADS_FIRST)
                     for i in tl.static_range(K_PARTS):
                         if _meet(i, group, K_BYTES, K_GROUP):
                             pairs_CR = q_pairs[i]
@@ -337,9 +336,9 @@ def _attend_pages(
                                     member_C[None, :] if HEADS_FIRST else member_C[:, None], pairs_CR, 0
                                 ).to(tl.int8)
                             dots_TR = _dot(codes(k_bytes_TC, i, K_BITS), pairs_CR, dots_TR, HEADS_FIRST)
-                    high_TG, low_TG = _sums(dots_TR, T, PG, HEADS_FIRST)
-                    zero_TG = _zero_of(meta_T)[:, None] * q_sums[group][None, :] + _INTEGER
-                    part_TG = (high_TG * 256.0 + low_TG) - zero_TG
+                    high_TG, low_TG = _split(dots_TR, T, PG, HEADS_FIRST)
+                    zero_TG = _zero_of(meta_T)[:, None] * q_sums[group][None, :]
+                    part_TG = (high_TG * 256 + low_TG).to(tl.float32) - zero_TG
                     if K_GROUPS == 1:
                         logits_TG = part_TG * _scale_of(meta_T)[:, None]
                     else:
@@ -405,8 +404,10 @@ def _attend_pages(
                         if V_HALF:  # tiles are summed outside: tensor cores truncate
                             o_CG = tl.trans(tl.dot(weights[group][1], odd_CU, tl.dot(weights[group][0], even_CU)))
                         else:
-                            dots_CR = _dot(codes_CT, weights[group], _start(V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST)
-                            high_CG, low_CG = _sums(dots_CR, V_CHUNK, PG, HEADS_FIRST)
+                            dots_CR = _dot(codes_CT, weights[group], _start(_INTEGER_BITS, V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST)
+                            high_CG, low_CG = _split(dots_CR, V_CHUNK, PG, HEADS_FIRST)
+                            high_CG = high_CG.to(tl.float32, bitcast=True) - _INTEGER
+                            low_CG = low_CG.to(tl.float32, bitcast=True)  # and 1.5 * 2^23, which is taken off above
                             acc_CG = _added(
                                 acc_CG, high_CG * (p_unit_G * 256.0)[None, :], i, group, V_BYTES, V_GROUP, vc
                             )
