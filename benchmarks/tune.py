@@ -40,15 +40,14 @@ SHAPES = {  # batch, context, query heads, KV heads, head_dim
 }
 L2_BYTES = 60 << 20
 VARIANTS = (  # page_tile, num_stages, max_registers
-    *itertools.product((64,), (2, 3), (112, 128, 168)),
-    (64, 3, 208),
-    (128, 2, 255),
+    *itertools.product((64,), (2, 3, 4), (128, 168)),
+    *itertools.product((64,), (3,), (112, 208, 255)),
     (128, 3, 255),
 )
 FEW_VARIANTS = ((64, 2, 128), (64, 3, 128), (64, 3, 168), (64, 3, 208), (128, 3, 255))  # of formats other than int2
-PROGRAMS = (5.8, 7.75, 9.65, 11.6, 13.5, 15.5, 17.4, 19.4, 23.2, 27, 31)  # per SM
+PROGRAMS = (5.8, 7.75, 9.65, 11.6, 13.5, 15.5, 17.4, 19.4, 23.2)  # per SM
 TILTS = (0.02, 0.04, 0.07, 0.1, 0.14, 0.2)
-WINDOW_COSTS = (3, 5, 6)
+WINDOW_COSTS = (3, 5, 6, 8)
 
 
 def formats(head_dim: int) -> dict[str, PageFormat]:
@@ -142,7 +141,7 @@ def _compile(job: tuple[str, str, DecodeConfig]) -> None:
     shape, name, config = job
     _, _, num_queries, num_heads, head_dim = SHAPES[shape]
     caches = random_cache(formats(head_dim)[name], 1, 1024, num_heads, 1)
-    q = torch.randn(1, num_queries, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, num_queries, head_dim, device="cuda")
     time_config(q, caches, config, 1)
 
 
@@ -152,7 +151,7 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
     fmt = formats(head_dim)[format_name]
     one = random_cache(fmt, batch, context, num_heads, 1)
     caches = one + random_cache(fmt, batch, context, num_heads, min(7, 4 * L2_BYTES // read_bytes(one[0])))
-    q = torch.randn(batch, num_queries, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, num_queries, head_dim, device="cuda")
     started, results = time.time(), []
 
     def measure(config: DecodeConfig) -> None:
@@ -177,7 +176,7 @@ def tune(shape: str, format_name: str, out: Path | None, budget: float) -> dict[
     for variant, tilt in itertools.product(list(best)[:3], TILTS):
         for splits in sorted({c.splits for c in wanted if 0.8 < c.splits / best[variant].splits < 1.5}):
             measure(replace(variant, splits=splits, tilt=tilt))
-    for (_, config), cost in itertools.product(sorted(results, key=lambda x: x[0])[:3], WINDOW_COSTS):
+    for (_, config), cost in itertools.product(sorted(results, key=lambda x: x[0])[:6], WINDOW_COSTS):
         measure(replace(config, window_cost=cost))
     if time.time() - started > budget:
         print(f"stopped after {budget:.0f} s: {len(results)} of {len(wanted)} and of their tilts measured", flush=True)

@@ -74,10 +74,10 @@ def default_config(batch: int, layer: LayerCache, groups: int) -> DecodeConfig:
     return choose_config(layer.fmt, rows, layer.table_BN.shape[1], groups, layer.pages_PKX.device)
 
 
-@triton.jit
-def _meet(i: tl.constexpr, group: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr):
-    """Whether chunk i holds channels of the group."""
-    return i * BYTES < (group + 1) * GROUP and group * GROUP < (i + 1) * BYTES
+@triton.constexpr_function
+def _meet(i, group, channels, group_size):
+    """Whether chunk i of so many channels holds some of the group."""
+    return i * channels < (group + 1) * group_size and group * group_size < (i + 1) * channels
 
 
 @triton.jit
@@ -209,6 +209,9 @@ def _attend_pages(
     K_GROUPS: tl.constexpr = 1 if K_CHANNEL else D // K_GROUP
     V_PARTS: tl.constexpr = 8 // V_BITS
     V_BYTES: tl.constexpr = D // V_PARTS
+    V_SIGNED: tl.constexpr = (
+        (V_PARTS - 1) * V_BYTES // V_GROUP
+    )  # the first group with codes that hold the sign of a byte
     V_CODES: tl.constexpr = PAGE * K_BYTES
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
@@ -266,9 +269,9 @@ def _attend_pages(
     l_SG = tl.zeros([_SHARES, PG], tl.float32) + (l_G / _SHARES)[None, :]
     offsets = ()
     p_sums = ()
-    for _group in tl.static_range(D // V_GROUP):
+    for group in tl.static_range(D // V_GROUP):
         offsets = offsets + (tl.zeros([_SHARES, PG], tl.float32),)
-        if not V_HALF:
+        if not V_HALF and group >= V_SIGNED:
             p_sums = p_sums + (tl.zeros([_SHARES, PG], tl.float32),)
 
     for block in tl.range(0, loop_end((end_page - first_page + TABLE - 1) // TABLE)):
@@ -386,8 +389,9 @@ def _attend_pages(
                     weights = weights + (dealt_pairs(ps_TG, p_inverse_G[None, :], T, PG),)
                 offset_SG = _shares(ps_TG * _zero_of(metas[group])[:, None], T, PG)
                 new_offsets = new_offsets + (offsets[group] * v_old_G[None, :] + offset_SG,)
-                if not V_HALF:
-                    new_p_sums = new_p_sums + (p_sums[group] * v_old_G[None, :] + _shares(ps_TG, T, PG),)
+                if not V_HALF and group >= V_SIGNED:
+                    sum_SG = p_sums[group - V_SIGNED] * v_old_G[None, :] + _shares(ps_TG, T, PG)
+                    new_p_sums = new_p_sums + (sum_SG,)
             offsets = new_offsets
             p_sums = new_p_sums
             new_accs = ()
@@ -404,7 +408,9 @@ def _attend_pages(
                         if V_HALF:  # tiles are summed outside: tensor cores truncate
                             o_CG = tl.trans(tl.dot(weights[group][1], odd_CU, tl.dot(weights[group][0], even_CU)))
                         else:
-                            dots_CR = _dot(codes_CT, weights[group], _start(_INTEGER_BITS, V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST)
+                            dots_CR = _dot(
+                                codes_CT, weights[group], _start(_INTEGER_BITS, V_CHUNK, PG, HEADS_FIRST), HEADS_FIRST
+                            )
                             high_CG, low_CG = _split(dots_CR, V_CHUNK, PG, HEADS_FIRST)
                             high_CG = high_CG.to(tl.float32, bitcast=True) - _INTEGER
                             low_CG = low_CG.to(tl.float32, bitcast=True)  # and 1.5 * 2^23, which is taken off above
@@ -424,8 +430,10 @@ def _attend_pages(
             if _meet(i, group, V_BYTES, V_GROUP):
                 member_C = (i * V_BYTES + vc) // V_GROUP == group
                 offset_G = tl.sum(offsets[group], axis=0)
-                if not V_HALF:
-                    offset_G -= tl.sum(p_sums[group], axis=0) * (place_offset(i, V_BITS) / place_weight(i, V_BITS))
+                if not V_HALF and i == V_PARTS - 1:
+                    offset_G -= tl.sum(p_sums[group - V_SIGNED], axis=0) * (
+                        place_offset(i, V_BITS) / place_weight(i, V_BITS)
+                    )
                 acc_CG -= tl.where(member_C[:, None], offset_G[None, :], 0.0)
         if V_HALF:
             acc_CG *= v_unit_G[None, :]
