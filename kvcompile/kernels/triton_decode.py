@@ -37,6 +37,7 @@ from kvcompile.kernels.triton_encode import as_float
 from kvcompile.kernels.triton_launch import starts_early
 from kvcompile.kernels.triton_merge import LOWEST, merge_here, merge_kernel
 from kvcompile.kernels.triton_operands import (
+    OPERAND_RUN,
     bf16_dot,
     bf16_pairs,
     code_weight,
@@ -109,17 +110,26 @@ def _largest(parts, PG: tl.constexpr):
 
 @triton.jit
 def _query(q_ptr, stride_h, BYTES: tl.constexpr, C: tl.constexpr, G: tl.constexpr, PG: tl.constexpr):
-    """A chunk of the query ``[C, PG]``, eight neighbouring channels in a thread: what one needs of a tensor-core operand.
+    """A chunk of the query ``[C, PG]``, in a thread's hands as an operand needs it, whatever its type.
 
-    By itself the compiler would give a thread 16 bytes, and move float32 to others anew in every step.
+    By itself the compiler would give a thread 16 bytes of it, and move what it holds to others anew in every step.
     """
-    eight = tl.arange(0, C // 8)[:, None, None]
-    four = tl.arange(0, 4)[None, :, None]
-    g = tl.arange(0, PG)[None, None, :]
-    c = 8 * eight + four
-    x = tl.load(q_ptr + g * stride_h + c, mask=(c < BYTES) & (g < G), other=0.0)
-    y = tl.load(q_ptr + g * stride_h + c + 4, mask=(c + 4 < BYTES) & (g < G), other=0.0)
-    return tl.join(as_float(x), as_float(y)).permute(0, 3, 1, 2).reshape(C, PG)
+    if OPERAND_RUN == 8:
+        eight = tl.arange(0, C // 8)[:, None, None]
+        four = tl.arange(0, 4)[None, :, None]
+        g = tl.arange(0, PG)[None, None, :]
+        c = 8 * eight + four
+        x = tl.load(q_ptr + g * stride_h + c, mask=(c < BYTES) & (g < G), other=0.0)
+        y = tl.load(q_ptr + g * stride_h + c + 4, mask=(c + 4 < BYTES) & (g < G), other=0.0)
+        return tl.join(as_float(x), as_float(y)).permute(0, 3, 1, 2).reshape(C, PG)
+    else:
+        c = tl.arange(0, C // 2)[None, :]
+        c = c // 16 * 32 + c % 16
+        g = tl.arange(0, PG)[:, None]
+        x = tl.load(q_ptr + g * stride_h + c, mask=(c < BYTES) & (g < G), other=0.0)
+        y = tl.load(q_ptr + g * stride_h + c + 16, mask=(c + 16 < BYTES) & (g < G), other=0.0)
+        both = tl.join(as_float(x), as_float(y)).reshape(PG, C // 32, 16, 2)
+        return both.permute(1, 3, 2, 0).reshape(C, PG)
 
 
 @triton.jit
@@ -134,7 +144,7 @@ def _dealt(x_T, T: tl.constexpr, PG: tl.constexpr):
     if PG >= V_HALF_FROM:
         return x_T.reshape(T // 16, 4, 2, 2).permute(0, 3, 1, 2).reshape(T)
     elif PG >= 8:
-        return x_T.reshape(T // 32, 4, 4, 2).permute(0, 2, 1, 3).reshape(T)
+        return x_T.reshape(T // (4 * OPERAND_RUN), 4, OPERAND_RUN // 2, 2).permute(0, 2, 1, 3).reshape(T)
     else:
         return x_T.reshape(T // 32, 8, 4).permute(0, 2, 1).reshape(T)
 

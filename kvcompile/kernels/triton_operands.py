@@ -10,6 +10,8 @@ import triton.language as tl
 from kvcompile.kernels.triton_encode import as_float, bf16_bits, to_bf16
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+OPERAND_RUN = tl.constexpr(8 if triton.__version__.startswith(("3.6", "3.7")) else 4)
+"""Neighbours along the summed axis that one thread has of an int8 operand: the compiler's choice, other than the hardware's."""
 
 
 @triton.constexpr_function
@@ -146,7 +148,7 @@ def halves(x, T: tl.constexpr, PG: tl.constexpr):
 @triton.jit
 def in_order(x, T: tl.constexpr, PG: tl.constexpr):
     """Rows ``[T, PG]`` that were dealt in pairs, in the order of tokens."""
-    return x.reshape(T // 32, 4, 4, 2, PG).permute(0, 2, 1, 3, 4).reshape(T, PG)
+    return x.reshape(T // (4 * OPERAND_RUN), OPERAND_RUN // 2, 4, 2, PG).permute(0, 2, 1, 3, 4).reshape(T, PG)
 
 
 @triton.jit
