@@ -15,11 +15,15 @@ point numbers of 15 bits in two int8 columns; scale and zero point are factored 
 channel, which the query takes in, page by page: `q . k = (q s) . c - sum (q s z)`.
 Weights are fixed relative to the tile's own largest `p s`, so that a tile with little weight keeps its precision.
 
-With more than 4 query heads a KV head, pairs would cost more than they save: the weights of values are float16, and a code's
-bits, where they lie, a subnormal float16. Keys stay as they are, because an error of a logit is one of every weight.
+With at most 4 query heads a KV head, tokens (of values: channels) are the rows of a tensor-core tile, and 4 pairs of columns
+fill it. With more, heads come first: rows are high bytes of heads and then low ones, columns are tokens, and what multiplies
+values stays in the threads that computed it. From 16 heads on, pairs of weights would cost more than they save: these are
+float16, and a code's bits, where they lie, a subnormal float16. Keys stay as they are, because an error of a logit is one of
+every weight.
 
-Tokens of a step are dealt: row 8 j + a of every 32 is token 4 a + j. A thread of a tensor-core result holds rows 8 apart, hence
-four neighbouring tokens: metadata comes in wide loads, and weights become operand words without a detour through memory.
+Tokens of a step are dealt to rows (or columns) so that a thread of a result holds neighbours, as many as a word of codes
+does: metadata comes in wide loads, and weights become operand words without a detour through memory. A key's row is an eighth
+of a line of memory or more; loads want rows of a line together, products want them dealt.
 """
 # ruff: noqa: RUF005 - a kernel's tuples grow by `+` in static loops: Triton knows no starred elements
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
@@ -63,7 +67,8 @@ _FIXED = tl.constexpr(32512.0)
 _INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small integer that is added to its bits is added to it
 _INTEGER_BITS = tl.constexpr(0x4B400000)
 _LARGEST_HALF = tl.constexpr(16384.0)
-V_HALF_FROM = tl.constexpr(16)
+_HEADS_FIRST = tl.constexpr(8)  # padded query heads of a KV head from which they are rows of a tile
+_HALF_VALUES = tl.constexpr(16)  # and from which weights of values are float16
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
 _MERGED_HERE = 32  # most splits of a row that its last program merges, a power of two
 _HEADS_MERGED_HERE = 64  # the same times padded query heads: it has a warp alone
@@ -141,9 +146,9 @@ def _shares(x_TG, T: tl.constexpr, PG: tl.constexpr):
 @triton.jit
 def _dealt(x_T, T: tl.constexpr, PG: tl.constexpr):
     """Four neighbours to where one thread holds them: rows 8 apart, or with heads first, pairs of columns 8 apart."""
-    if PG >= V_HALF_FROM:
+    if PG >= _HALF_VALUES:
         return x_T.reshape(T // 16, 4, 2, 2).permute(0, 3, 1, 2).reshape(T)
-    elif PG >= 8:
+    elif PG >= _HEADS_FIRST:
         return x_T.reshape(T // (4 * OPERAND_RUN), 4, OPERAND_RUN // 2, 2).permute(0, 2, 1, 3).reshape(T)
     else:
         return x_T.reshape(T // 32, 8, 4).permute(0, 2, 1).reshape(T)
@@ -219,15 +224,14 @@ def _attend_pages(
     K_GROUPS: tl.constexpr = 1 if K_CHANNEL else D // K_GROUP
     V_PARTS: tl.constexpr = 8 // V_BITS
     V_BYTES: tl.constexpr = D // V_PARTS
-    V_SIGNED: tl.constexpr = (
-        (V_PARTS - 1) * V_BYTES // V_GROUP
-    )  # the first group with codes that hold the sign of a byte
+    V_SIGNED: tl.constexpr = (V_PARTS - 1) * V_BYTES // V_GROUP  # the first group with codes in the sign of a byte
     V_CODES: tl.constexpr = PAGE * K_BYTES
     K_META: tl.constexpr = V_CODES + PAGE * V_BYTES
     V_META: tl.constexpr = K_META + 4 * ((PAGE // K_GROUP) * D if K_CHANNEL else PAGE * (D // K_GROUP))
     kc = tl.arange(0, K_CHUNK)
-    HEADS_FIRST: tl.constexpr = PG >= 8
-    V_HALF: tl.constexpr = PG >= V_HALF_FROM  # weights and codes of values as float16
+    HEADS_FIRST: tl.constexpr = PG >= _HEADS_FIRST
+    K_LATER: tl.constexpr = not HEADS_FIRST and K_BYTES >= 32
+    V_HALF: tl.constexpr = PG >= _HALF_VALUES
     U: tl.constexpr = T // 2 if V_HALF else T  # numbers that hold a tile's codes of a channel
     V_RUN: tl.constexpr = PAGE // 2 if V_HALF else PAGE  # of a page
     vc = tl.arange(0, V_CHUNK)
@@ -293,16 +297,16 @@ def _attend_pages(
             part = 0 if PAGES > 1 else (step - index * STEPS) * T
             token_T = part + t % PAGE
             meta_place_T = place_T // 4 + token_T
+            # Where rows are long, loads take whole lines, and rows change places on the way into registers: that meets bank
+            # conflicts, which cost less than lines in parts. Short rows, and those of heads first, change places in the loads.
+            k_place_T = place_T + (part + (t if K_LATER else r) % PAGE) * K_BYTES
             if HEADS_FIRST:
-                k_place_T = place_T + (part + r % PAGE) * K_BYTES
-                k_bytes_TC = tl.load(
-                    pages_ptr + kc[:, None] + k_place_T[None, :], mask=(kc < K_BYTES)[:, None], other=0
-                )
-            else:  # rows change places on the way into registers: loads take whole lines
-                k_place_T = place_T + (part + t % PAGE) * K_BYTES
-                k_bytes_TC = tl.load(
-                    pages_ptr + k_place_T[:, None] + kc[None, :], mask=(kc < K_BYTES)[None, :], other=0
-                )
+                k_place_TC = kc[:, None] + k_place_T[None, :]
+                k_bytes_TC = tl.load(pages_ptr + k_place_TC, mask=(kc < K_BYTES)[:, None], other=0)
+            else:
+                k_place_TC = k_place_T[:, None] + kc[None, :]
+                k_bytes_TC = tl.load(pages_ptr + k_place_TC, mask=(kc < K_BYTES)[None, :], other=0)
+            if K_LATER:
                 k_bytes_TC = k_bytes_TC.reshape(T // 32, 8, 4, K_CHUNK).permute(0, 2, 1, 3).reshape(T, K_CHUNK)
             # Bytes of values: of one token as int8, of two as int16.
             place_U = _places(u // V_RUN, ids_N, n, index, count, page_stride_p, PAGES)
