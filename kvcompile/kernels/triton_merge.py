@@ -16,6 +16,13 @@ LOWEST = tl.constexpr(-1e30)  # a maximum before there is one; minus infinity wo
 
 
 @triton.jit
+def store_stats(stats_ptr, m_G, l_G, g, G: tl.constexpr):
+    """Maximum and sum; the maximum is minus infinity where there was no token."""
+    tl.store(stats_ptr + 2 * g, tl.where(l_G > 0.0, m_G, float("-inf")), mask=g < G)
+    tl.store(stats_ptr + 2 * g + 1, l_G, mask=g < G)
+
+
+@triton.jit
 def merge_here(
     partial_ptr, stats_ptr, out_ptr, lse_ptr, num_splits,
     G: tl.constexpr, PG: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, Z: tl.constexpr,
