@@ -1,8 +1,8 @@
 """How the decode kernel divides its work: measured choices, stored as data per GPU and class of shapes, and a rule for others.
 
-`decode_configs.json` holds what `benchmarks/tune.py` found best: for each GPU a list of classes with the shape they were
-measured at. The nearest class of the GPU is taken, or of another GPU where nobody has measured. It says how many programs an
-SM gets, so that it carries over to other batch sizes and other numbers of SMs.
+`decode_configs.json` holds what was measured best, by `benchmarks/tune.py` or `kernels.py`: for each GPU a list of classes with
+the shape they were measured at. The nearest class of the GPU is taken, or of another GPU where nobody has measured. It says how
+many programs an SM gets, so that it carries over to other batch sizes and other numbers of SMs.
 """
 
 import functools
@@ -33,7 +33,12 @@ class DecodeConfig:
     num_stages: int = 3
     max_registers: int | None = None
     window_cost: int = 4  # of 16 tokens of a window, in what 16 tokens of pages take
-    tilt: float = 0.0  # programs that start first get 1 + tilt of the mean share, the last 1 - tilt
+    tilt: float = 0.0  # shares of programs that start first to shares of the last: 1 + tilt to 1 - tilt
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what the kernel cannot do."""
+        if not 0 <= self.tilt <= 1 or self.window_cost < 1 or self.window_tile % 16 or self.page_tile > 256:
+            raise ValueError(f"no configuration of the decode kernel: {self}")
 
 
 def choose_config(fmt: PageFormat, rows: int, columns: int, groups: int, device: torch.device) -> DecodeConfig:

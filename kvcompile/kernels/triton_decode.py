@@ -25,8 +25,7 @@ from kvcompile.kernels.triton_pages import attend_pages
 from kvcompile.kernels.triton_windows import attend_windows
 
 _LOG2_E = 1.4426950408889634
-_MERGED_HERE = 32  # most splits of a row that its last program merges, a power of two
-_HEADS_MERGED_HERE = 64  # the same times padded query heads: it has a warp alone
+_MERGED_HERE = 64  # most splits of a row, times padded query heads, that its last program merges: it is alone
 
 
 def default_config(batch: int, layer: LayerCache, groups: int) -> DecodeConfig:
@@ -40,7 +39,8 @@ def _share_of(split, num_splits, work, tilt, layer):
     """Where the split's share of the work begins.
 
     Programs start in the order of splits, and a scheduler serves first what came first. So `layer` splits, in 256ths, which fill
-    all schedulers once, have equal shares, and every further layer smaller ones: linearly from 1 + tilt to 1 - tilt of the mean.
+    all schedulers once, have equal shares, and every further layer smaller ones: linearly, the first to the last layer's as
+    1 + tilt to 1 - tilt.
     In integers, and `tilt` in 256ths: what ends one share must be what begins the next, in another program too.
     """
     layers = (256 * num_splits + layer - 1) // layer
@@ -50,7 +50,7 @@ def _share_of(split, num_splits, work, tilt, layer):
 
 @triton.jit
 def _weight_until(split, layers, tilt, layer):
-    """Sum of the weights of splits before this one: times 256 for a split, `layers` - 1 for what a layer's step is."""
+    """Sum of the weights of the splits before this one, whose unit is 1 / 256 of a split and of a layer's step of `tilt`."""
     full = 256 * split // layer
     rest = 256 * split - full * layer
     mean = 256 * tl.maximum(layers - 1, 1)
@@ -135,7 +135,7 @@ def _split_kernel(
 
 def merges_here(splits: int, groups: int) -> bool:
     """Whether a row's last program merges its splits, rather than a launch of its own."""
-    return splits <= min(_MERGED_HERE, _HEADS_MERGED_HERE // padded_heads(groups))
+    return splits <= _MERGED_HERE // padded_heads(groups)
 
 
 def supports(fmt: PageFormat) -> bool:
@@ -180,7 +180,7 @@ def attend(
     lse_BH = torch.empty(q_BHD.shape[:2], dtype=torch.float32, device=q_BHD.device)
     if not batch:
         return out_BHD, lse_BH
-    merge = _MERGED_HERE if merges_here(splits, groups) else 0
+    merge = _MERGED_HERE // padded_heads(groups) if merges_here(splits, groups) else 0
     early = not merge and starts_early(q_BHD.device)
     wait = lengths_at_rest and starts_early(q_BHD.device)
     if arrived is None:

@@ -13,12 +13,12 @@ their place.
 
 With at most 4 query heads a KV head, tokens (of values: channels) are the rows of a tensor-core tile, and 4 pairs of columns
 fill it. With more, heads come first: rows are high bytes of heads and then low ones, columns are tokens, and what multiplies
-values stays in the threads that computed it. From 16 heads on, pairs of weights would cost more than they save: these are
+values stays in the threads that computed it. With more than 8, pairs of weights would cost more than they save: these are
 float16, and a code's bits, where they lie, a subnormal float16. Keys stay as they are, because an error of a logit is one of
 every weight.
 
-Tokens of a step are dealt to rows (or columns) so that a thread of a result holds neighbours, as many as a word of codes
-does: metadata comes in wide loads, and weights become operand words without a detour through memory. Loads
+Tokens of a step are dealt to rows (or columns) so that a thread of a result holds neighbours, four or OPERAND_RUN
+of them: metadata comes in wide loads, and weights become operand words without a detour through memory. Loads
 want neighbours together, because they share a line of memory; products want them dealt.
 """
 # ruff: noqa: RUF005 - a kernel's tuples grow by `+` in static loops: Triton knows no starred elements
@@ -55,7 +55,7 @@ _INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small integer that is added
 _INTEGER_BITS = tl.constexpr(0x4B400000)
 _LARGEST_HALF = tl.constexpr(16384.0)
 _HEADS_FIRST = tl.constexpr(8)  # padded query heads of a KV head from which they are rows of a tile
-_HALF_VALUES = tl.constexpr(16)  # and from which weights of values are float16
+_HALF_VALUES = tl.constexpr(16)  # padded again, and from which weights of values are float16
 _SHARES = tl.constexpr(8)  # of tokens among threads: rows of a tensor-core tile that different threads hold
 
 
@@ -124,7 +124,7 @@ def _shares(x_TG, T: tl.constexpr, PG: tl.constexpr):
 
 @triton.jit
 def _dealt(x_T, T: tl.constexpr, PG: tl.constexpr):
-    """Four neighbours to where one thread holds them: rows 8 apart, or with heads first, pairs of columns 8 apart."""
+    """Four or more neighbours to where one thread holds them: rows 8 apart, or with heads first, pairs of columns 8 apart."""
     if PG >= _HALF_VALUES:
         return x_T.reshape(T // 16, 4, 2, 2).permute(0, 3, 1, 2).reshape(T)
     elif PG >= _HEADS_FIRST:
@@ -198,6 +198,7 @@ def attend_pages(
     T: tl.constexpr = K_GROUP if K_CHANNEL and K_GROUP < TILE else TILE
     STEPS: tl.constexpr = PAGE // T if T < PAGE else 1
     PAGES: tl.constexpr = T // PAGE if T > PAGE else 1  # of a step
+    tl.static_assert(T <= 256)  # sums beside `_INTEGER` stay within 2^22
     K_PARTS: tl.constexpr = 8 // K_BITS
     K_BYTES: tl.constexpr = D // K_PARTS
     K_GROUPS: tl.constexpr = 1 if K_CHANNEL else D // K_GROUP
